@@ -20,6 +20,7 @@ from model.outputs import RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.remote_model import RemoteModels
+from service.extensions.cluster.shared_pixels import SharedPixels
 
 TOP_K: Final = 5
 
@@ -110,7 +111,8 @@ async def _client(socket: Path, pictures: int, seconds: float) -> int:
     """Keep pictures in progress until the end; return the number of answers within the seconds."""
     begin = time.monotonic() + _HEAD_START
     end = begin + seconds
-    models = RemoteModels([EngineClient(socket, "auto")])
+    no_slots = SharedPixels(memoryview(b""), 0)  # the memory is only for the service's processes
+    models = RemoteModels([EngineClient(socket, "auto", no_slots)])
     connected = asyncio.Event()
     models.start(lambda: connected.set() if models.default.current.engine.ready else None)
     await connected.wait()

@@ -44,6 +44,7 @@ from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
+from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 from service.models.local_models import LocalModels
 from service.process_memory import NEW_OBJECTS, bound_heaps
 from service.settings import Settings, load_settings
@@ -154,7 +155,9 @@ def load_null(settings: Settings, size: int, rate: float) -> tuple[Predictor, Mo
     return Predictor(description, parts), info
 
 
-async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None:
+async def serve(
+    path: Path, shared: memoryview, batches: Any, arguments: argparse.Namespace
+) -> None:
     """Serve the null model at a socket until the process is killed; count images and batches."""
     settings = load_settings({"queue_size": 2 * _UNDER_WAY, "max_batch": arguments.batch})
 
@@ -166,16 +169,17 @@ async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None
         settings, lambda own, _: load_null(own, arguments.size, arguments.rate), count
     )
     models = LocalModels(settings, backbones.engine)
-    await EngineServer(models, MemoryImageStore(ttl=60, max_bytes=1 << 20)).start(path)
+    images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+    await EngineServer(models, images, shared).start(path)
     await asyncio.Event().wait()
 
 
-async def ask(path: Path, load: Load, size: int, results: Any) -> None:
+async def ask(path: Path, shared: SharedPixels, load: Load, size: int, results: Any) -> None:
     """Keep this client's share of the pictures in progress.
 
     `results` gets the answered pictures and the processor seconds of the measurement.
     """
-    models = RemoteModels([EngineClient(path, "auto")])
+    models = RemoteModels([EngineClient(path, "auto", shared)])
     ready = asyncio.Event()
     models.start(lambda: ready.set() if models.default.current.engine.ready else None)
     await ready.wait()
@@ -219,7 +223,8 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
     results = [fork.Array("d", 2, lock=False) for _ in range(load.clients)]
     with tempfile.TemporaryDirectory(prefix="vitserve-null-") as folder:
         path = Path(folder) / "engine"
-        engine = _started(fork, cores[0], lambda: serve(path, batches, arguments))
+        shared = shared_memory(load.clients)
+        engine = _started(fork, cores[0], lambda: serve(path, shared, batches, arguments))
         processes = [engine]
         try:
             while not path.exists():
@@ -227,8 +232,9 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
             others = cores[1:] or cores
             for number, each in enumerate(results):
                 core = others[number % len(others)]
+                part = SharedPixels(shared, number)
                 processes.append(
-                    _started(fork, core, partial(ask, path, load, arguments.size, each))
+                    _started(fork, core, partial(ask, path, part, load, arguments.size, each))
                 )
             time.sleep(_HEAD_START)
             before = thread_seconds(engine.pid or 0)

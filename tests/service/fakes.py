@@ -381,9 +381,12 @@ async def running(
             from service.extensions.cluster.engine_client import EngineClient
             from service.extensions.cluster.engine_server import EngineServer
             from service.extensions.cluster.remote_model import RemoteModels
+            from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 
-            server = EngineServer(own, images, refresh_seconds=0.01)
-            other = RemoteModels([EngineClient(folder / "engine", "auto")])
+            shared = shared_memory(1)
+            server = EngineServer(own, images, shared, refresh_seconds=0.01)
+            slots = SharedPixels(shared, 0)
+            other = RemoteModels([EngineClient(folder / "engine", "auto", slots)])
             rig = Rig(other, server.close, predictor, reports, states)
             await server.start(folder / "engine")
             stack.push_async_callback(other.close)

@@ -15,6 +15,7 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import EngineUnavailable
 from service.extensions.cluster import frames
 from service.extensions.cluster.connection import Connection
+from service.extensions.cluster.shared_pixels import SharedPixels
 from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger(__name__)
@@ -83,18 +84,19 @@ class EngineClient:
     Args:
         path: path of the engine's socket.
         device: device in the status before the engine publishes one.
-
     Attributes:
         published: last published values.
         leases: versions that the engine keeps for this worker, by model name and lease number.
-        pending: this worker's requests without a result, by id.
+        pending: this worker's requests without an answer, by id.
+        shared: the slots for its pictures in the memory of the engine.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str, shared: SharedPixels) -> None:
         status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
         self.published = frames.StatusChanged(status, StoreUsage(), {}, {})
         self.leases: dict[str, dict[int, EngineLease]] = {}
         self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
+        self.shared = shared
         self._silent_checks = 0
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
@@ -151,11 +153,9 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._connection is not None:
+            if id_ in self.pending:
                 self.send(frames.Cancel(id_))
             raise
-        finally:
-            self.pending.pop(id_, None)
 
     def send(self, frame: frames.Frame) -> None:
         """Send a frame; raises `EngineUnavailable` without a connection."""
@@ -213,6 +213,8 @@ class EngineClient:
         for _, future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
+        self.pending.clear()
+        self.shared.clear()
         status = self.published.status
         if status.state != "closed":  # a closed engine has published its reason
             status = replace(status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
@@ -255,10 +257,13 @@ class EngineClient:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
 
     def _settle(self, frame: frames.Answer | frames.Failed) -> None:
-        request, future = self.pending.get(frame.id, (None, None))
-        if request is None or future is None or future.done():
-            return  # its request was cancelled
-        if isinstance(frame, frames.Failed):
+        request, future = self.pending[frame.id]
+        if future.done():
+            pass  # its request was cancelled
+        elif isinstance(frame, frames.Failed):
             future.set_exception(frame.error())
         else:
             future.set_result(frames.result_of(frame, request))
+        del self.pending[frame.id]
+        if isinstance(request, frames.Submit) and isinstance(request.data, int):
+            self.shared.free(request.data)

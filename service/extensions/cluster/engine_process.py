@@ -40,6 +40,7 @@ def run_engine(
     load: Loader,
     metrics: Metrics,
     overrides: Mapping[str, Override],
+    shared: memoryview,
 ) -> int:
     """Run one device's engine, and return the exit code.
 
@@ -52,13 +53,16 @@ def run_engine(
         path: path of the workers' socket.
         load: loader of predictors, called on the engine's thread.
         overrides: see `LocalModels`.
+        shared: see `EngineServer`.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
     # uvloop makes a round trip much shorter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(settings, child, path, load, metrics, overrides))
+        return runner.run(
+            serve_until_stopped(settings, child, path, load, metrics, overrides, shared)
+        )
 
 
 async def serve_until_stopped(
@@ -68,6 +72,7 @@ async def serve_until_stopped(
     load: Loader,
     metrics: Metrics,
     overrides: Mapping[str, Override],
+    shared: memoryview,
 ) -> int:
     """Serve the workers until a stop or a failure; return the exit code. See `run_engine`."""
     over = asyncio.Event()
@@ -88,7 +93,7 @@ async def serve_until_stopped(
         max_bytes=settings.recent_bytes,
         on_evicted=metrics.recent_evicted_age.observe,
     )
-    server = EngineServer(models, images, restarts=child.restarts, on_change=changed)
+    server = EngineServer(models, images, shared, restarts=child.restarts, on_change=changed)
     beating = keep_running("heartbeat", child.link.beat)
     await server.start(path)
     await over.wait()

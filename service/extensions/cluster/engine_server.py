@@ -27,7 +27,6 @@ from typing import Final
 
 from service.background import Tasks, keep_running
 from service.engine.backbones import ModelEngine
-from service.engine.messages import InferenceResult
 from service.engine.streams import Outcome
 from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
@@ -45,6 +44,7 @@ class EngineServer:
     """Serves the models of this process to workers of other processes.
 
     Args:
+        shared: memory that the workers share with this process; see `shared_pixels`.
         restarts: number of restarts of the process.
         on_change: called when the state of a model changes, or another version takes over.
         refresh_seconds: interval of heartbeats, and of checks for status changes without an event,
@@ -55,6 +55,7 @@ class EngineServer:
         self,
         models: LocalModels,
         images: MemoryImageStore,
+        shared: memoryview,
         *,
         restarts: int = 0,
         on_change: Callable[[], None] = lambda: None,
@@ -64,6 +65,7 @@ class EngineServer:
         self.images = images
         self.workers: set[_Worker] = set()
         self.worker_changed = asyncio.Event()
+        self.shared = shared
         self._serving = Tasks()
         self._restarts = restarts
         self._on_change = on_change
@@ -231,7 +233,7 @@ class _Worker:
             case frames.Call(id_, request):
                 task = asyncio.create_task(self._answer(id_, request))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._ended, id_))
                 self._pending[id_] = task.cancel
             case frames.Cancel(id_):
                 cancel = self._pending.get(id_)
@@ -265,16 +267,20 @@ class _Worker:
         try:
             engine = self._grants[submit.lease].version.engine
             answer = partial(self._send_outcome, id_)
-            self._pending[id_] = engine.submit(submit.image, submit.timeout, answer)
+            image = submit.image(self._server.shared)
+            self._pending[id_] = engine.submit(image, submit.timeout, answer)
         except Exception as error:  # noqa: BLE001  a defect fails only its own request
             self._send_error(id_, error)
 
     def _send_outcome(self, id_: int, outcome: Outcome) -> None:
-        self._pending.pop(id_)
-        if isinstance(outcome, InferenceResult):
-            self.send(frames.Reply(id_, outcome))
-        else:
+        del self._pending[id_]
+        if isinstance(outcome, ServiceError):
             self._send_error(id_, outcome)
+            return
+        try:
+            self.send(frames.Reply(id_, outcome))
+        except Exception as error:  # noqa: BLE001  a defect fails only its own request
+            self._send_error(id_, error)
 
     def _send_error(self, id_: int, error: Exception) -> None:
         if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
@@ -288,8 +294,12 @@ class _Worker:
         except Exception as error:  # noqa: BLE001  a defect fails only its own request
             self._server.publish_status()  # which has the count of failed loads
             self._send_error(id_, error)
-        finally:
-            self._pending.pop(id_, None)
+
+    def _ended(self, id_: int, task: asyncio.Task[None]) -> None:
+        self._tasks.remove(task)
+        del self._pending[id_]
+        if task.cancelled():  # perhaps before it began
+            self._send_error(id_, InferenceFailed("the caller has left"))
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None

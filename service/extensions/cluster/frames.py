@@ -10,7 +10,7 @@
                             <--   Alive                     heartbeat
     Call(id, request)       -->
     Cancel(id)              -->
-                            <--   Answer(id) or Failed(id)  together for a batch
+                            <--   Answer(id) or Failed(id)  one for each call, even if cancelled
 
     Submit, EmbedTexts            one image, or texts, for a lease
     Change                        of the models, see `service.models.all_models`
@@ -34,6 +34,7 @@ from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.extensions.cluster.shared_pixels import SharedPixels
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 
@@ -69,27 +70,29 @@ class Submit(_Frame, frozen=True, tag=1):
 
     Attributes:
         shape: (H, W, C).
-        data: bytes of the pixels, a view of the received frame.
+        data: bytes of the pixels, a view of the received frame; or their slot in shared memory.
         timeout: seconds from now until its batch must start.
     """
 
     lease: int
     shape: tuple[int, int, int]
-    data: memoryview
+    data: memoryview | int
     requested: RequestedOutputs
     timeout: float
 
     @classmethod
-    def of(cls, lease: int, image: InferenceRequest, timeout: float) -> Self:
-        """Return the frame that carries an image."""
+    def of(cls, lease: int, image: InferenceRequest, timeout: float, shared: SharedPixels) -> Self:
+        """Return the frame that carries an image, or its slot."""
         high, wide, channels = image.pixels.shape
-        data = np.ascontiguousarray(image.pixels).reshape(-1).data
+        data = shared.put(image.pixels)
         return cls(lease, (high, wide, channels), data, image.requested, timeout)
 
-    @property
-    def image(self) -> InferenceRequest:
+    def image(self, shared: memoryview) -> InferenceRequest:
         """Return the image; raises `ValueError` if the number of bytes does not match the shape."""
-        pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
+        if isinstance(self.data, int):
+            pixels = np.ndarray(self.shape, np.uint8, shared, self.data)
+        else:
+            pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
         return InferenceRequest(pixels, self.requested)
 
 

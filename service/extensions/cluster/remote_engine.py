@@ -58,7 +58,7 @@ class RemoteEngine:
         in_turn = usable[first:] + usable[:first]
         lease = min(in_turn, key=lambda lease: len(lease.client.pending))
         result: InferenceResult = await lease.client.ask(
-            frames.Submit.of(lease.id, request, timeout)
+            frames.Submit.of(lease.id, request, timeout, lease.client.shared)
         )
         return result
 

@@ -18,8 +18,10 @@ from service.addresses import SocketFiles, listen, port_of
 from service.draining import Terminal
 from service.engine.backbones import Loader
 from service.errors import SettingsError
+from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_process import STOP, run_engine
 from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
+from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 from service.extensions.cluster.supervisor import Child, Supervisor
 from service.extensions.cluster.worker import RELOAD, run_web, worker_settings
 from service.models.override import Override
@@ -78,6 +80,7 @@ class Cluster:
         self.listeners = listen(settings.hosts, settings.port, settings.workers)
         self._socket_files = SocketFiles(self.listeners[0])
         self.folder = _private_folder()
+        self._shared = [shared_memory(settings.workers) for _ in settings.devices]
         logs.on_drop(self._count_dropped_line)
         self.workers = [
             Child(f"worker {index}", partial(self._be_worker, index), signal.SIGTERM)
@@ -147,10 +150,13 @@ class Cluster:
         for listener in chain.from_iterable(self.listeners):
             if listener not in listeners:
                 listener.close()
-        sockets = [self._socket(engine) for engine in range(len(self.engines))]
+        engines = [
+            EngineClient(self._socket(engine), device, SharedPixels(self._shared[engine], index))
+            for engine, device in enumerate(self._settings.devices)
+        ]
         settings = worker_settings(self._settings, index)
         metrics = metrics_in(self.folder)
-        return run_web(settings, child, listeners, sockets, metrics, is_first=index == 0)
+        return run_web(settings, child, listeners, engines, metrics, is_first=index == 0)
 
     def _be_engine(self, index: int, child: Child) -> int:
         self.draining()
@@ -163,6 +169,7 @@ class Cluster:
             self._load,
             metrics_in(self.folder),
             self._overrides,
+            self._shared[index],
         )
 
     def _socket(self, engine: int) -> Path:

@@ -7,7 +7,6 @@ import asyncio
 import signal
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from service.draining import Lifecycle
@@ -50,7 +49,7 @@ def run_web(
     settings: Settings,
     child: Child,
     listeners: list[socket.socket],
-    sockets: Sequence[Path],
+    engines: Sequence[EngineClient],
     metrics: Metrics,
     *,
     is_first: bool,
@@ -61,13 +60,10 @@ def run_web(
         settings: settings of this worker, see `worker_settings`.
         child: the supervisor's object for this process.
         listeners: listening sockets of this worker.
-        sockets: paths of the engines' sockets, in the order of the devices.
+        engines: the engines' clients, in the order of the devices.
         metrics: metrics of this worker.
         is_first: whether this worker logs the served models for all.
     """
-    engines = [
-        EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)
-    ]
     models = RemoteModels(engines)
     lifecycle = Lifecycle()
     logged: dict[str, int] = {}

@@ -28,10 +28,12 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 from service.errors import CheckpointRefused, ModelsFull, QueueFull
 from service.extensions.cluster import frames
 from service.extensions.cluster.connection import MAX_BYTES, Connection
+from service.extensions.cluster.shared_pixels import SharedPixels
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 from vitserve.documents import ListedModel
 
+NO_SLOTS = SharedPixels(memoryview(b""), 0)
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
@@ -115,6 +117,7 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
         SMALL,
         st.builds(InferenceRequest, PIXELS, REQUESTED),
         SECONDS,
+        st.just(NO_SLOTS),
     ),
     st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
@@ -151,7 +154,7 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
 SUBMIT = frames.Submit.of(
-    1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0
+    1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0, NO_SLOTS
 )
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
@@ -214,7 +217,7 @@ def test_frames_survive_any_cut_of_a_stream(sent: list[frames.Frame], cut: int) 
 )
 def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
-    sent = [frames.Call(n, SUBMIT.of(n, image, 1)) for n, image in enumerate(images)]
+    sent = [frames.Call(n, SUBMIT.of(n, image, 1, NO_SLOTS)) for n, image in enumerate(images)]
     data = b"".join(map(frames.encode, sent))
     places = [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))

@@ -22,6 +22,7 @@ from service.errors import EngineUnavailable, ModelFailed, SwapUnderWay, Unknown
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
+from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 from service.models.all_models import Models
 from service.models.folder import FolderEntry
 from service.models.local_models import LocalModels
@@ -115,16 +116,24 @@ class LeaseMachine(RuleBasedStateMachine):
     def start(self) -> None:
         paths = [Path(self.folder.name, str(index)) for index in range(2)]
         entries = {name: FolderEntry({"checkpoint": str(i)}, {}) for i, name in enumerate("ab", 1)}
+        memories = [shared_memory(2) for _ in paths]
 
         async def begin() -> None:
             self.engines = list[EngineServer]()
-            for path in paths:
+            for path, memory in zip(paths, memories, strict=True):
                 models = LocalModels(load_settings({"models": "x"}), make, entries)
-                server = EngineServer(models, MemoryImageStore(ttl=60, max_bytes=1 << 20))
+                images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+                server = EngineServer(models, images, memory)
                 await server.start(path)
                 self.engines.append(server)
             self.workers = [
-                RemoteModels([EngineClient(path, "cpu") for path in paths]) for _ in range(2)
+                RemoteModels(
+                    [
+                        EngineClient(path, "cpu", SharedPixels(memory, index))
+                        for path, memory in zip(paths, memories, strict=True)
+                    ]
+                )
+                for index in range(2)
             ]
             for worker in self.workers:
                 worker.start(lambda: None)

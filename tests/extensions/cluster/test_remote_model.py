@@ -24,6 +24,7 @@ from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_images import RemoteImageStore
 from service.extensions.cluster.remote_model import RemoteModel, RemoteModels
+from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 from service.models.local_models import LocalModels
 from service.models.override import Override
 from service.settings import load_settings
@@ -38,6 +39,8 @@ from tests.service.fakes import (
     pixels,
     request_for,
 )
+
+NO_SLOTS = SharedPixels(memoryview(b""), 0)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -58,6 +61,8 @@ class Device:
     broken: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     predictors: dict[str, FakePredictor] = field(default_factory=dict)
+    shared: memoryview = field(default_factory=lambda: shared_memory(3))
+    predictor: type[FakePredictor] = FakePredictor
     refresh_seconds: float = 0.01
 
     def __post_init__(self) -> None:
@@ -69,7 +74,9 @@ class Device:
         )
         self.model = self.models.served[""]
         images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
-        self.server = EngineServer(self.models, images, refresh_seconds=self.refresh_seconds)
+        self.server = EngineServer(
+            self.models, images, self.shared, refresh_seconds=self.refresh_seconds
+        )
         await self.server.start(self.path)
 
     async def die(self) -> None:
@@ -86,7 +93,7 @@ class Device:
             assert self.gate.wait(PATIENCE)
             if name in self.broken:
                 raise CheckpointError(f"{name}: no such file")
-            self.predictors[name] = FakePredictor()
+            self.predictors[name] = self.predictor()
             return self.predictors[name], replace(model_info(name=name), content=name)
 
         engine = LocalEngine(
@@ -106,7 +113,11 @@ class Service:
 
     async def worker(self) -> RemoteModels:
         """One more worker, which knows all engines."""
-        model = RemoteModels([EngineClient(device.path, "cpu") for device in self.devices])
+        engines = [
+            EngineClient(device.path, "cpu", SharedPixels(device.shared, len(self.workers)))
+            for device in self.devices
+        ]
+        model = RemoteModels(engines)
         model.start(lambda: self.changes.append(name_of(model)))
         self.workers.append(model)
         await until(
@@ -134,10 +145,16 @@ async def load(model: RemoteModels, checkpoint: Checkpoint) -> None:
 
 
 @asynccontextmanager
-async def running(engines: int = 1, refresh_seconds: float = 0.01) -> AsyncIterator[Service]:
+async def running(
+    engines: int = 1,
+    refresh_seconds: float = 0.01,
+    predictor: type[FakePredictor] = FakePredictor,
+) -> AsyncIterator[Service]:
     with TemporaryDirectory() as folder:
         paths = [Path(folder, str(index)) for index in range(engines)]
-        service = Service([Device(path, refresh_seconds=refresh_seconds) for path in paths])
+        service = Service(
+            [Device(path, refresh_seconds=refresh_seconds, predictor=predictor) for path in paths]
+        )
         for device in service.devices:
             await device.start()
         try:
@@ -145,8 +162,8 @@ async def running(engines: int = 1, refresh_seconds: float = 0.01) -> AsyncItera
         finally:
             for device in service.devices:
                 device.gate.set()
-                for predictor in device.predictors.values():
-                    predictor.gate.set()
+                for loaded in device.predictors.values():
+                    loaded.gate.set()
             for worker in service.workers:
                 await worker.close()
             for device in service.devices:
@@ -195,6 +212,50 @@ async def test_dead_worker_loses_only_its_requests() -> None:
         predictor.gate.set()
         await check([busy, kept], [0, 2])
         assert predictor.launched == [[0], [2]]
+
+
+class LateReader(FakePredictor):
+    """A predictor that reads the pictures at the end of its computation."""
+
+    def predict(self, images: Any, requests: Any) -> Any:
+        self.entered.release()
+        assert self.gate.wait(PATIENCE)
+        return super().predict(images, requests)
+
+
+@on_a_loop
+async def test_a_cancelled_picture_keeps_its_slot() -> None:
+    async with running(predictor=LateReader) as service:
+        model = await service.worker()
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        launched = ask(model, 1)
+        await predictor.wait_until_busy()
+        waiting = ask(model, 2)
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
+        for left in (launched, waiting):
+            left.cancel()
+        await until(lambda: len(model.engines[0].pending) == 1)  # the engine reads the first
+        answers = [ask(model, red) for red in (3, 4)]
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
+        predictor.gate.set()
+        await check(answers, [3, 4])
+        assert predictor.launched == [[1], [3, 4]]
+        assert not model.engines[0].pending
+
+
+@on_a_loop
+async def test_pictures_without_a_slot_are_sent() -> None:
+    async with running() as service:
+        picture = pixels(0).nbytes
+        service.devices[0].shared = service.devices[0].shared[: 2 * picture]
+        model = await service.worker()
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        answers = [ask(model, red) for red in range(10)]
+        await until(lambda: len(model.engines[0].pending) == 10)
+        predictor.gate.set()
+        await check(answers, range(10))
 
 
 @on_a_loop
@@ -610,14 +671,14 @@ async def test_invalid_frames_end_one_connection(
 
 @on_a_loop
 async def test_names_wait_for_the_first_engine() -> None:
-    models = RemoteModels([EngineClient(Path("nowhere"), "cpu")])
+    models = RemoteModels([EngineClient(Path("nowhere"), "cpu", NO_SLOTS)])
     with pytest.raises(EngineUnavailable, match="the model is loading"):
         models.key("birds")
 
 
 @on_a_loop
 async def test_a_recall_revives_no_old_version() -> None:
-    client = EngineClient(Path("nowhere"), "cpu")
+    client = EngineClient(Path("nowhere"), "cpu", NO_SLOTS)
     sent = list[frames.Frame]()
     status = replace(client.status, state="ready")
     client.published = frames.StatusChanged(status, client.published.kept, {}, {})

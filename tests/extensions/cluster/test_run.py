@@ -27,6 +27,8 @@ from service.settings import load_settings
 from tests.extensions.cluster.scripts import run
 from tests.service.fakes import FakePredictor, model_info, on_a_loop
 
+NONE = memoryview(b"")
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -78,7 +80,7 @@ async def test_engine_reports_its_served_versions(
 
     overrides = {"": Override(3, "swapped")}
     running = asyncio.create_task(
-        serve_until_stopped(settings, own, tmp_path / "engine", load, Metrics(), overrides)
+        serve_until_stopped(settings, own, tmp_path / "engine", load, Metrics(), overrides, NONE)
     )
     found: list[Report] = []
     while not found:
@@ -99,12 +101,15 @@ async def test_engine_asks_once_for_a_new_process(
     own = child()
     settings = load_settings({"workers": 2})
     assert (
-        await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {})
+        await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {}, NONE)
         == TRY_AGAIN
     )
     assert reports(own) == [Report(options={"max_batch": 16})]
     own.options = {"max_batch": 16}
-    assert await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {}) == 1
+    assert (
+        await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {}, NONE)
+        == 1
+    )
 
 
 @on_a_loop
@@ -117,7 +122,7 @@ async def test_failed_engine_start_logs_one_line(
     own = child()
     assert (
         await serve_until_stopped(
-            load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {}
+            load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {}, NONE
         )
         == 1
     )
