@@ -35,8 +35,8 @@ from model.heads import SOFTMAX, Form
 # File of a native folder.
 CALIBRATION_FILE: Final = "calibration.json"
 
-# Most pictures whose numbers are kept. With so many, the coverage of a calibration is off by about
-# a third of a point.
+# Most pictures whose scores are kept. With so many, the coverage of a calibration is off by about a
+# third of a percentage point.
 MAX_PICTURES: Final = 4096
 
 
@@ -104,7 +104,7 @@ class LabelSets:
             temperature: temperature of scores and energies.
             scores: score of the right label of each calibration picture, ascending; at least
                 `pictures_needed`.
-            energies: energy of each, ascending.
+            energies: energies of these pictures, ascending.
             coverage: above 0 and below 1.
             form: form of the scores.
         """
@@ -172,7 +172,7 @@ class Calibration(BaseModel):
     def _ascending(self) -> Self:
         if len(self.scores) != len(self.energies):
             raise ValueError(
-                f"{len(self.scores)} scores and {len(self.energies)} energies: expected as many"
+                f"{len(self.scores)} scores and {len(self.energies)} energies: the numbers differ"
             )
         for values in (self.scores, self.energies):
             if any(low > high for low, high in pairwise(values)):
@@ -221,8 +221,8 @@ def label_sets_of(
         raise CheckpointError(f"{source}: a coverage of {coverage:g} (VIT_COVERAGE): {unused}")
     if calibration is None:
         raise CheckpointError(
-            f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
-            "`vitserve calibrate CHECKPOINT --data labelled --out folder` writes a folder that is"
+            f"{source}: is not calibrated, but a coverage of {coverage:g} (VIT_COVERAGE) needs it: "
+            "`vitserve calibrate CHECKPOINT --data labelled --out folder` writes a calibrated copy"
         )
     count = len(calibration.scores)
     needed = pictures_needed(coverage)

@@ -51,8 +51,7 @@ class NetworkConfig(Frozen):
 
     # (rows, columns) of the input in pixels.
     image_size: Size
-    # 0 is a network without a classification head: it gives embeddings, and a ViT maps of its
-    # attention.
+    # 0: no classification head. The network gives embeddings, and a ViT also attention maps.
     num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     # Dimension of a Transformer's tokens, or of the features that another network's head reads.
@@ -288,7 +287,7 @@ class ViTConfig(NetworkConfig):
 
     @property
     def largest_layer(self) -> int:
-        """Return the most numbers that a layer gives for one image; memory grows with it."""
+        """Return the number of values in the largest output of a layer for one image."""
         pixels = math.prod(self.image_size)
         hidden = self.mlp_width * (2 if self.mlp == "swiglu" else 1)
         layers = [

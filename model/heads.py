@@ -172,7 +172,7 @@ class Head:
         """Answer one request for each of B images.
 
         Args:
-            requests: what this head is asked for, per image.
+            requests: one request to this head per image.
             logits: [B, C]; None if `best` is given, no request needs all logits, and there are no
                 thresholds.
             best: the best classes, if a graph has already ranked them on its device.
@@ -379,7 +379,7 @@ class ZeroShot:
     templates: tuple[str, ...]
 
     def prompts(self, labels: Sequence[str]) -> list[str]:
-        """Return the texts of labels; the texts of one label stand next to each other."""
+        """Return the texts of all labels, label by label."""
         return [template.replace("{}", label) for label in labels for template in self.templates]
 
     def head(self, labels: Sequence[str], texts: Floats) -> Head:

@@ -97,7 +97,7 @@ def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> t
         InputError: the list is empty, malformed or longer than `most`; or a label is empty, too
             long or not printable.
     """
-    # Both limits hold before the text is cut into millions of pieces.
+    # Check both limits before parsing could cut the text into millions of pieces.
     if len(text) > most * (_JSON_CHARACTERS * MAX_CHARACTERS + len('"",')):
         raise InputError(
             name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take"
@@ -125,7 +125,7 @@ def checked_texts(
     Args:
         values: the texts.
         name: name of the parameter in messages.
-        most: most texts.
+        most: largest number of texts.
         allows_hidden: whether a text may have characters of `hidden_character`.
     """
     texts = [value.strip() if isinstance(value, str) else "" for value in values]

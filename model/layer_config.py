@@ -92,8 +92,8 @@ class RotaryPositions(Frozen):
     See `model.network.layers.rotary`.
     """
 
-    # Each head of each block has its own frequencies, mixed of both axes; else they fall
-    # geometrically.
+    # Each attention head of each block has its own frequencies, mixed of both axes; else
+    # frequencies fall geometrically.
     learned: bool = False
     # Ratio of the first frequency to the last, if they are not learned.
     temperature: Annotated[float, Field(gt=1, le=1e9)] = 10_000.0

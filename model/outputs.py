@@ -152,7 +152,7 @@ class AttentionMap:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutputs:
-    """What a caller asks of one image, from the route to the kernel.
+    """The outputs that a caller requests of one image, from the route to the kernel.
 
     Attributes:
         top_k: number of classes, 1 ... num_classes.
@@ -183,7 +183,7 @@ class RequestedOutputs:
 
     @property
     def head_requests(self) -> "tuple[RequestedOutputs, ...]":
-        """Return the requests to each head, the first one first."""
+        """Return this request and the requests to other heads."""
         return (self, *self.more)
 
     @property
@@ -196,7 +196,7 @@ class RequestedOutputs:
 
 
 class Outputs(NamedTuple):
-    """What one image gets, from the kernel to the answer; None for outputs not requested.
+    """The outputs of one image, from the kernel to the answer; None for outputs not requested.
 
     Attributes:
         scores: float32 [top_k], highest first.

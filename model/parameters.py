@@ -30,11 +30,10 @@ def parse_maps(
 ) -> list[MapRequest]:
     """Return the request for a caller's map, or one request per class; None means not given.
 
-    Without a method it is `cls` if a layer or head is given, else the model's default.
+    The default method is `cls` if a layer or head is given, else the model's default.
 
     Args:
-        config: the model's.
-        labels: the model's.
+        config, labels: of the model.
         method: name of a method.
         classes: see `parse_classes`.
         layer: see `parse_layer`.

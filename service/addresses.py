@@ -59,7 +59,7 @@ def _listen_host(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def network_of(address: str) -> str:
-    """Return an IPv4 address, or the /64 of an IPv6 address: one subscriber controls all of it."""
+    """Return an IPv4 address, or the /64 of an IPv6 address: a subscriber controls a whole /64."""
     if address.count(":") > 1:
         with suppress(ValueError):  # a proxy may send anything
             ipv6 = ipaddress.IPv6Address(address)
@@ -68,7 +68,7 @@ def network_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address or a Unix socket, reachable only from here."""
+    """Return whether only this machine reaches a host: a loopback address or a Unix socket."""
     if host.startswith(UNIX) or host == "localhost":
         return True
     try:
@@ -93,7 +93,7 @@ class TcpAddress(NamedTuple):
     Attributes:
         sockaddr: argument of `bind`; its second item is the port.
         takes_ipv4: whether an IPv6 socket also accepts connections over IPv4.
-        is_optional: whether the host has other addresses.
+        is_optional: whether `listen` may do without it, because the host has other addresses.
     """
 
     host: str

@@ -135,7 +135,7 @@ def supervised_thread(
 
 
 class Tasks:
-    """Tasks that run once; holds them until they end, because an event loop does not.
+    """Holds tasks until they end, because an event loop has only weak references to them.
 
     An awaited task raises its error. Unexpected errors are also logged, because the task may not be
     awaited.

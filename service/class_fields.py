@@ -7,9 +7,9 @@ from model.outputs import Outputs
 from vitserve.documents import significant
 
 MAX_SET: Final = 100
-"""Labels of the largest label set that an answer lists.
+"""Most labels of a label set that an answer lists.
 
-A larger set says little, and a shortened one would not have the coverage.
+A larger set says little, and a shortened set would not have the coverage.
 """
 
 

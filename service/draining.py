@@ -3,7 +3,7 @@
 signal                      `stopping`: not ready, but still serves
 VIT_DRAIN_DELAY later       the listeners are closed
 LAST_CALLERS_SECONDS later  `draining`: new requests are refused
-VIT_DRAIN_TIMEOUT           after the signal, the process ends, even if requests are unanswered
+VIT_DRAIN_TIMEOUT in all    the process ends, even if requests are unanswered
 """
 
 import asyncio

@@ -92,8 +92,8 @@ class Extension(model_extension.Extension):
         serve: runs several processes until a signal ends them, and returns the exit code; the
             arguments are the settings and the loader of predictors.
         routes: returns routes, and may put their shared objects into `app.state`.
-        around: returns the application inside middleware, which sees requests before their key and
-            origin are checked; only the log of requests is outside it.
+        around: returns the application inside middleware. It sees requests before their key and
+            origin are checked, and after their log entry is begun.
         beside: context around the running application, entered in each web process before
             requests are accepted.
         page: folder with `main.js` and `main.css`, which the page at / loads, and further files;

@@ -22,7 +22,7 @@ _SETTING: Final = re.compile(
 
 
 class ModelSettings(BaseModel):
-    """Settings of one checkpoint; a `NAME.toml` in the folder of models may have each."""
+    """Settings of one checkpoint; a `NAME.toml` in the folder of models may have any of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -85,12 +85,12 @@ class ModelSettings(BaseModel):
 
 
 def as_keys(message: str, place: str, kept: Collection[str] = ()) -> str:
-    """Return a message that names settings of one checkpoint as keys of the place that has them.
+    """Return a message in which settings of one checkpoint are keys of a file or a document.
 
     Args:
         message: names settings as flags and environment variables.
-        place: file or document with the keys; the message names it beside the first one.
-        kept: names of settings that stay as they are.
+        place: the file or document, which the result names after the first key.
+        kept: names of settings that stay flags and environment variables.
     """
     is_first = True
 

@@ -219,12 +219,12 @@ def _device(value: str) -> str:
 
 
 def _check_key(secret: str) -> None:
-    """Refuse a key that no caller can send, or that is a list, a file or an answer.
+    """Refuse a key that no caller can send, and a list, a path or a word such as `true`.
 
     The message shows one character, never the key.
     """
     if secret.lower() in _ANSWERS:
-        raise ValueError("expected a key; remove the setting to serve without")
+        raise ValueError("expected a key; remove the setting to serve without keys")
     if secret.startswith(("/", "@/")) and os.path.exists(secret.removeprefix("@")):  # noqa: PTH110  any text
         raise ValueError('expected a key, not the path of a file: "$(cat FILE)" is its content')
     wrong = _NOT_IN_A_KEY.search(secret)
@@ -279,7 +279,7 @@ def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
         raise ValueError("expected a key without a name")
     if key.encode() in [caller_key.secret for caller_key in info.data.get("api_keys", ())]:
         raise ValueError(
-            "expected a key that is not in VIT_API_KEYS: its holder chooses the served models"
+            "expected a key that is not in VIT_API_KEYS, because it allows loading of models"
         )
     return SecretStr(key)
 
@@ -302,7 +302,9 @@ def _recent_url(value: SecretStr) -> SecretStr:
 
 def _folder(value: str) -> str:
     if value.lower() in _ANSWERS:
-        raise ValueError(f"expected the path of a folder; for a folder of this name ./{value}")
+        raise ValueError(
+            f"expected the path of a folder; write ./{value} for a folder of this name"
+        )
     if "$" in value:
         raise ValueError("expected the path of a folder; a variable after $ is not expanded")
     if "://" in value:
@@ -311,7 +313,7 @@ def _folder(value: str) -> str:
         path = Path(value).expanduser()
     except RuntimeError:
         raise ValueError(
-            "expected a folder: the home folder before its first / is not known"
+            f"expected a folder: there is no home folder {value.partition('/')[0]}"
         ) from None
     if os.path.isfile(path):  # noqa: PTH113  `is_file` raises some errors
         raise ValueError("expected the path of a folder; this is a file")

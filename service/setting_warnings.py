@@ -17,7 +17,7 @@ _NEEDS = {
     "strict": ("models",),
     "models_bytes": ("models",),
 }
-"""Settings that have an effect only with one of others."""
+"""Settings that have no effect unless one of these others is set."""
 
 _LIKENESS = 0.75
 """Lowest ratio of difflib at which an unknown variable resembles a setting."""
@@ -111,7 +111,7 @@ def check_variables(settings: Settings, environment: Mapping[str, str]) -> list[
                 )
             continue
         hint = ""
-        if not (variable == "VIT_API_KEY" and settings.api_keys):  # of clients
+        if not (variable == "VIT_API_KEY" and settings.api_keys):  # clients read it
             near = nearest(name, names, _LIKENESS)
             if near and value:
                 raise SettingsError(
@@ -125,9 +125,9 @@ def check_variables(settings: Settings, environment: Mapping[str, str]) -> list[
 
 
 def _with_rarest_word(name: str, names: Iterable[str]) -> list[str]:
-    """Return the settings that share a word with an unknown name, for its rarest word.
+    """Return the settings that have the rarest word of an unknown name.
 
-    `BATCH_SIZE` means `MAX_BATCH`, the only one with `BATCH`, and not one of those with `SIZE`.
+    `BATCH_SIZE` gives `MAX_BATCH`, because fewer settings have `BATCH` than `SIZE`.
     """
     by_word = [[known for known in names if word in known.split("_")] for word in name.split("_")]
     return min(filter(None, by_word), key=len, default=[])[:_MAX_LIKELY]

@@ -68,7 +68,7 @@ class SingleProcess:
                 self._announce(version.engine, version.engine.info)
 
     def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
-        """Log the loaded model, and the first time the address, as soon as the server listens."""
+        """Log the loaded model, and once the address, when the server listens."""
         if not self.server.is_listening:
             asyncio.get_running_loop().call_later(0.05, self._announce, engine, info)
             return

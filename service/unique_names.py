@@ -1,4 +1,4 @@
-"""Refuses JSON objects with a repeated name, of which a parser silently keeps the last value."""
+"""Refuses JSON objects that repeat a name; a parser would silently keep the last value."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
 
-# Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does
-# not allow.
+# An array in the OpenAPI document, instead of pydantic's `prefixItems` for a tuple.
 RowsColumns = Annotated[
     tuple[int, int],
     WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}),

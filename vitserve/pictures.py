@@ -86,7 +86,7 @@ def _require_path(text: str) -> None:
     if re.match(r"\w+://", text):
         raise FileNotFoundError(f"{text[:99]}: not a path; pass the path of a local file, or bytes")
     if text[:5].lower() == "data:" or len(text) > _MAX_PATH:
-        raise FileNotFoundError(f"{text[:20]}...: not a path; of base64, pass b64decode(text)")
+        raise FileNotFoundError(f"{text[:20]}...: not a path; for base64, pass b64decode(text)")
 
 
 def read_file(path: Path) -> bytes:

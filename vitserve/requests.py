@@ -85,7 +85,7 @@ class Request(Generic[Answer]):
         parse: function that reads the answer in the body of a successful response; it raises
             ValueError or EOFError for another body.
         options: arguments of httpx.
-        pixels: pixel of each sent or kept picture; empty if they are the originals.
+        pixels: size of a pixel of each sent or kept picture; empty if these are the originals.
     """
 
     method: str

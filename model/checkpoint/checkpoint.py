@@ -50,7 +50,7 @@ class Checkpoint(Description):
 
         Raises:
             CheckpointError: labels or channels disagree with the architecture, or a label or the
-                name is longer than `MAX_TEXT`, has characters of `CONTROL`.
+                name is longer than `MAX_TEXT`, or has characters of `CONTROL`.
         """
         if len(self.labels) != self.config.num_classes:
             raise CheckpointError(
@@ -86,8 +86,8 @@ class Checkpoint(Description):
         Position embeddings and preprocessing change if they are of another size.
 
         Raises:
-            CheckpointError: `size` is not a multiple of the patch size, too large, or the model's
-                positions cannot be resized, or not a second time.
+            CheckpointError: `size` is too large or not a multiple of the patch size; or the model's
+                positions cannot be resized, or were resized before.
         """
         preprocess = resized_preprocess(self.preprocess, size)
         if size == self.config.image_size:

@@ -203,8 +203,8 @@ class Files:
         if not is_mapping or not all(isinstance(tensor, Tensor) for tensor in content.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), "
-                "FILE) writes it: of a file that training wrote, save the weights alone, or give "
-                "the file itself instead of its folder"
+                "FILE) writes it: if training wrote this file, save its weights alone, or give the "
+                "file itself instead of its folder"
             )
         return dict(content)
 
@@ -238,7 +238,7 @@ class Files:
             if PureWindowsPath(shard).name != shard or not shard.endswith(suffix):
                 raise CheckpointError(
                     f"{where}: {shard!r:.100} is not the name of a {suffix} file: the shards "
-                    "lie beside the index, so write their names alone into it"
+                    "are in the folder of the index, so write only their names into it"
                 )
             if self.path(shard) is None:
                 raise CheckpointError(

@@ -191,7 +191,7 @@ def _labels_by_index(entries: Mapping[str, Any], where: str) -> tuple[str, ...]:
         if str(index) != key:
             raise CheckpointError(
                 f"{where}: {position}: its entry has the index {index!r:.100}: correct the wrong "
-                "one of both"
+                "one"
             )
     return in_order(rows, where)
 
@@ -209,7 +209,7 @@ def _counted(labels: tuple[str, ...], fields: Mapping[str, Any], where: str) -> 
 
 
 def labels_in_holder(fields: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """Return the labels in a field of an object; raise errors as `labels_in_file`.
+    """Return the labels in a field of an object.
 
     Raises:
         CheckpointError: as `labels_in_file`, or the labels of `id2label` are numbers.
@@ -250,7 +250,7 @@ def _row(position: str, index: object, entry: Any) -> Row:
 
     Args:
         position: position of the entry in messages.
-        index: index of an entry that states none.
+        index: index of the entry if it does not state one.
         entry: label, with or without an index.
     """
     fields = _fields_of(entry)
@@ -259,7 +259,7 @@ def _row(position: str, index: object, entry: Any) -> Row:
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
-    """Return the label of an entry, with its index if the entry is a pair of both."""
+    """Return the fields of an object; for other entries `label`, and `index` if there is one."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, list) or not value or len(value) > 2:

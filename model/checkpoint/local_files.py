@@ -188,7 +188,7 @@ def parsed_json(text: str, where: str) -> Any:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return an object; refuse a key that stands twice, because `dict` keeps only the last."""
+    """Return an object; refuse a repeated key, because `dict` keeps only its last value."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:

@@ -41,7 +41,8 @@ class CheckpointOptions:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
         preprocess: one of `PREPROCESS_PRESETS` or a JSON file instead of the checkpoint's own
             preprocessing; required by formats that carry none.
-        labels: names, a file or a preset, likewise; see `model.checkpoint.labels`.
+        labels: names, a file or a preset, instead of the checkpoint's own labels; see
+            `model.checkpoint.labels`.
         activation: `softmax` or `sigmoid`, instead of the checkpoint's own.
         architecture: for a plain state dict, a name of timm such as `vit_base_patch16_224`, or
             `vit` for a network whose tensors tell its sizes.

@@ -63,7 +63,7 @@ def with_head(
     A batch norm right before the head's layer is folded into the layer.
 
     Args:
-        tensors: tensors by the model's names, but for the head.
+        tensors: tensors by the model's names, except the head's.
         files: files of the checkpoint.
         stored: the file's names by the model's names.
         library_name: the library's name of the head, for folders; empty for a plain state dict.
@@ -141,7 +141,7 @@ class _Head:
         if len(heads) > 1 and len({name.partition(".")[0] for name in heads}) == 1:
             shown = " and ".join(map(self._shown, heads))
             raise CheckpointError(
-                f"{self.where}: the head has several layers, {shown}, and a linear layer alone is "
+                f"{self.where}: the head has several layers, {shown}, but only one linear layer is "
                 f"read: {self._way_to_new_head(heads[0])}"
             )
         if len(heads) == 1 and _reads_features(tensors[heads[0]], width):
@@ -156,9 +156,9 @@ class _Head:
             count, rest = divmod(tensors[name].shape[1], width)
             if rest == 0:
                 raise CheckpointError(
-                    f"{self.where}: the head {self._shown(name)} reads {count} x {width} features: "
-                    "features of the last block are read, of CLS or of CLS and the mean of the "
-                    "patches"
+                    f"{self.where}: the head {self._shown(name)} reads {count} x {width} features, "
+                    "but only heads are supported that read CLS, or CLS and the mean of the "
+                    "patches, of the last block"
                 )
         return dict(tensors)
 
@@ -182,7 +182,7 @@ class _Head:
         is_layer_norm = f"{norm}.bias" in tensors and f"{norm}.running_mean" not in tensors
         if has_final_norm or self.library_name or not is_layer_norm:
             raise CheckpointError(
-                f"{message}, and a linear layer alone is read: {self._way_to_new_head(weight)}"
+                f"{message}, but only one linear layer is read: {self._way_to_new_head(weight)}"
             )
         key_map = self._key_map({f"{norm}.{kind}": f"norm.{kind}" for kind in ("weight", "bias")})
         raise CheckpointError(

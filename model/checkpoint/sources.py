@@ -1,4 +1,4 @@
-"""What the operator names as a checkpoint: the bundled one, a folder, a file, or a remote one."""
+"""Opens the checkpoint that the operator names: the bundled one, a folder, a file or a hub id."""
 
 import re
 from pathlib import Path

@@ -44,7 +44,7 @@ class HeadLabels:
         return not all(map(UNNAMED.fullmatch, self.names))
 
     def without_hidden(self) -> "HeadLabels":
-        """Return the labels without hidden characters, with a note; unchanged if two get equal."""
+        """Return labels without hidden characters, unless two labels would become equal."""
         names = tuple(map(without_hidden, self.names))
         if names == self.names or "" in names or len(set(names)) < len(set(self.names)):
             return self

@@ -43,7 +43,7 @@ _REMEDIES: Final = {
     "reg_token": "state the number of register tokens: reg_tokens (num_register_tokens)",
 }
 _LEAVE_OUT: Final = (
-    'save without it; of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'
+    'save without it; for a file of weights, --keys FILE (VIT_KEYS) with to = "" leaves it out'
 )
 # Numbers that change the scores, such as the scale of a cosine classifier.
 SCALES: Final = re.compile(
@@ -256,8 +256,8 @@ def _remedy_of_names(
     near = get_close_matches(first, unexpected, 1) if missing else []
     if near:
         return (
-            f"near it is {_stored_name(near[0], stored)!r}: if it is the same tensor, rename it, "
-            "or give the file of weights alone with a map of names, --keys FILE (VIT_KEYS)"
+            f"its name is near {_stored_name(near[0], stored)!r}: if that is the same tensor, "
+            "rename it, or give the file of weights alone with --keys FILE (VIT_KEYS)"
         )
     weight = f"{first.removesuffix('.bias')}.weight"
     if first in missing and first.endswith(".bias") and weight not in missing:

@@ -199,7 +199,7 @@ def _refuse_processor(files: Files) -> None:
         raise CheckpointError(
             f"{files.where(PREPROCESSOR_FILE)}: {kind!r:.100} contradicts the pretrained_cfg of "
             f"{CONFIG_FILE}: set VIT_PREPROCESS to the preprocessing of the training, or remove "
-            "the wrong one of both"
+            "the wrong one"
         )
 
 

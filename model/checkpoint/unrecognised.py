@@ -28,7 +28,7 @@ def unrecognised(
     """Return the error for files that neither the core nor an extension recognises.
 
     Args:
-        files: of the source.
+        files: files of the source.
         formats: names of the core's formats.
         extensions: names of the installed extensions with readers.
     """

@@ -188,7 +188,7 @@ _MOST_ENTRIES: Final = 4096
 
 
 def is_thumbnail(data: bytes | bytearray) -> bool:
-    """Return whether a TIFF is a raw photo, or its first picture a reduced copy of another.
+    """Return whether a TIFF is a raw photo, or begins with a reduced copy of another picture.
 
     Cameras' raw photos are TIFFs whose first picture is a thumbnail or a preview, often of a
     hundred pixels. Pillow reads that picture without a warning.

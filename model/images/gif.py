@@ -16,7 +16,7 @@ def canvas_size(data: bytes | bytearray) -> tuple[int, int]:
     A player would allocate that canvas.
 
     Raises:
-        InvalidImage: the file has too many blocks; usual ones have hundreds of bytes.
+        InvalidImage: the file has too many small blocks.
     """
     width = 0
     height = 0

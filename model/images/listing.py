@@ -1,4 +1,4 @@
-"""The visible entries of folders: pictures, models, and never what programs leave behind."""
+"""Lists pictures and models in folders, without the files that programs leave behind."""
 
 import os
 from collections.abc import Iterable

@@ -317,7 +317,7 @@ def _resample_by_pillow(
 
 
 def _part_of(axis: Axis) -> tuple[float, float]:
-    """Return the begin and the end of an axis's part in the source, in pixels."""
+    """Return the start and end in the source of the pixels to compute, in source pixels."""
     step = (axis.high - axis.low) / axis.size
     return axis.low + axis.first * step, axis.low + (axis.first + axis.length) * step
 

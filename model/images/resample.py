@@ -164,12 +164,12 @@ def resample_part(
 
 
 def _strips(
-    image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, upright: bool
+    image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, by_columns: bool
 ) -> Iterator[tuple[int, int, _Pixels]]:
     """Yield a part of a picture in converted strips: start in the part, thickness, pixels.
 
-    The first pass treats every row (or, if `upright`, every column) separately, so the strips can
-    go through it in turn. A picture that needs no conversion and is in one piece of memory is one
+    Strips have whole rows, or with `by_columns` whole columns, because the first pass computes each
+    of these separately. A picture that needs no conversion and is in one piece of memory is one
     strip, not copied.
     """
     left, top, right, bottom = part
@@ -180,14 +180,14 @@ def _strips(
             pass  # a large picture is in several pieces of memory, but a strip is in one
         else:
             address = whole.address + top * whole.stride + left * whole.bands
-            thickness = right - left if upright else bottom - top
+            thickness = right - left if by_columns else bottom - top
             yield 0, thickness, whole._replace(address=address)
             return
-    begin, end, length = (left, right, bottom - top) if upright else (top, bottom, right - left)
+    begin, end, length = (left, right, bottom - top) if by_columns else (top, bottom, right - left)
     step = max(1, STRIP_PIXELS // length)
     for start in range(begin, end, step):
         stop = min(start + step, end)
-        strip = image.crop((start, top, stop, bottom) if upright else (left, start, right, stop))
+        strip = image.crop((start, top, stop, bottom) if by_columns else (left, start, right, stop))
         if convert is not None:
             strip = convert(strip)
         yield start - begin, stop - start, _pixels(strip)

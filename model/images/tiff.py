@@ -18,7 +18,7 @@ _COLOURS: Final = ("RGB", "RGBA", "RGBX", "CMYK")
 
 
 def check_samples(image: TiffImageFile) -> None:
-    """Refuse a TIFF whose pixels Pillow reads without a word, but too dark or inverted."""
+    """Raise `UnsupportedImageFormat` if Pillow would silently read a TIFF too dark or inverted."""
     tags = image.tag_v2
     is_inverted = tags.get(262) == 0 and image.mode.startswith(("I", "F"))
     is_dark = 16 in tags.get(258, ()) and image.mode in _COLOURS and bits_of_16(image) < 16

@@ -20,8 +20,8 @@ class TransferPart(NamedTuple):
     """A part of the transfer features, as wide as a token.
 
     Attributes:
-        block: after which block it is read.
-        is_token: whether it is the CLS token, and not the mean of the patches.
+        block: index of the block after which it is read.
+        is_token: whether it is the CLS token instead of the mean of the patches.
     """
 
     block: int

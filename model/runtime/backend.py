@@ -97,7 +97,9 @@ class Compilation:
 
 
 class TorchPasses(Protocol):
-    """Passes that torch computes whatever runs the network; images are uint8 [B, H, W, C].
+    """Passes that torch computes even if another library runs the network.
+
+    Images are uint8 [B, H, W, C].
 
     One more thread may call these methods while others call `Backend.predict`. They raise torch's
     RuntimeError.

@@ -93,7 +93,7 @@ class HeadTable(NamedTuple):
 
     Attributes:
         own: the checkpoint's own head, whose logits the backbone's pass gives.
-        by_name: all heads by the names in requests; an empty name means the own one.
+        by_name: all heads by the names in requests; an empty name means `own`.
     """
 
     own: Head

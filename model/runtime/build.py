@@ -54,7 +54,7 @@ class PredictorOptions(TypedDict, total=False):
         launch_sizes: batch sizes to compile for, instead of powers of two, or finer ones on CUDA;
             the largest is `max_batch`.
         graphs: whether launch sizes become CUDA graphs on CUDA.
-        transfer: whether transfer features have graphs, too; without, CUDA computes them
+        transfer: whether transfer features have graphs, too; otherwise CUDA computes them
             uncompiled.
         ops: a device that batches are launched on instead of CUDA; for tests.
         keep: keeps the graphs of OpenVINO for a later start; None keeps none.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Torch:
-    """Builds what torch computes of a kept graph's checkpoint, on demand.
+    """Builds, on demand, the parts of a kept graph's checkpoint that need torch.
 
     Attributes:
         entry, manifest: the graph.

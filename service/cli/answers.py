@@ -317,7 +317,7 @@ def handle_answers(
             handle(file, answer)
         except (ImageError, OSError) as error:
             if isinstance(error, OSError) and error.filename is None:
-                raise  # not of this file, but of the output
+                raise  # an error of the output, not of this file
             failed += 1
             if failure is None:  # a line above the progress bar
                 tqdm.write(f"vitserve: {file}: {error}", file=sys.stderr)

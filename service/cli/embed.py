@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_own_table(table: Path) -> None:
-    """Raise `InputError` if a file would be replaced that is not such a table."""
+    """Raise `InputError` if the path has a file that an earlier run did not write."""
     if not table.exists():
         return
     with writing(table), table.open("rb") as file:

@@ -160,7 +160,7 @@ def _run(arguments: list[str]) -> int:
         chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
-    # The refusal of a file says the same, and what to do.
+    # The errors of checkpoints say the same, and what to do.
     warnings.filterwarnings("ignore", module=r"model\.checkpoint")
     # Pillow would log each bad file; the answer to its sender already has the error.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
@@ -255,7 +255,7 @@ def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentPars
         return f"{flag} is not one of its options: did you mean {' or '.join(near)}?"
     others = [name for name in commands() if name != command and flag in _options(_parser(name)[1])]
     if others:
-        return f"{flag} is not one of its options, but one of {', '.join(others)}"
+        return f"{flag} is not one of its options, but an option of {', '.join(others)}"
     return f"{flag} is not one of its options"
 
 

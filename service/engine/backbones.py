@@ -222,7 +222,7 @@ class ModelEngine:
             runner.heads.pop(self.info.head, None)
 
     def _load(self) -> tuple[ModelRunner, ModelInfo] | None:
-        """Load the model, on a thread; return None if its own engine is not needed any more."""
+        """Load the model, on a thread; return None if another engine has it, or it is closed."""
         if self._problem:
             raise CheckpointError(self._problem)
         backbones = self._backbones

@@ -55,7 +55,10 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
 
 
 def _lies_below(source: str, folders: Iterable[Path]) -> bool:
-    """Return whether a path is below one of the folders, before or after following its links."""
+    """Return whether a path is below one of the folders, before or after following its links.
+
+    Links that cannot be followed count as below.
+    """
     path = Path(source)
     with suppress(OSError, RuntimeError):
         return any(

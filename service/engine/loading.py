@@ -89,7 +89,7 @@ class _Read(NamedTuple):
 
     Attributes:
         key: key of its backbone.
-        head: its head, for a predictor that another model has brought.
+        head: its head, for a predictor that another model shares; None if the backbone has it.
         keep: keeps its graph; None if graphs are not kept.
     """
 
@@ -203,9 +203,9 @@ def _add_further_model(
     Args:
         settings: settings of the model.
         checkpoint: description of its checkpoint.
-        predictor: predictor that another model has brought.
+        predictor: predictor of the other models with this backbone.
         key: key of the backbone.
-        head: its own head; None if the head is part of the backbone.
+        head: head of the model; None if the head is part of the backbone.
     """
     label_sets = _label_sets(settings, checkpoint)
     thresholds = _thresholds(settings, checkpoint)
@@ -214,8 +214,7 @@ def _add_further_model(
         # `np.asarray` compares None, too.
         if not np.array_equal(np.asarray(thresholds), np.asarray(predictor.own.thresholds)):
             raise CheckpointError(
-                "thresholds: another model of these weights has others, "
-                "and the head is a part of both"
+                "thresholds: another model with the same backbone and head has other thresholds"
             )
         head = predictor.own
     else:

@@ -6,7 +6,7 @@
     CR LF
 
 Extensions of a size, and trailers, are checked and dropped. A proxy that reads a line in another
-way would see other requests. So a line must end with CR LF, and trailers must not tell a length.
+way would see other requests. So a line must end with CR LF, and no trailer may state a length.
 """
 
 import re

@@ -57,7 +57,7 @@ class Models(Names, ABC):
         """Load a model, or replace the one of that name; return whether the name is new.
 
         Raises:
-            CheckpointRefused: it cannot be served; the served version stays.
+            CheckpointRefused: the checkpoint cannot be served; the served version stays.
             SwapUnderWay: another checkpoint is being loaded.
             EngineUnavailable: no model is ready yet.
             ModelsFull: the memory for models is full.
@@ -80,9 +80,9 @@ class Models(Names, ABC):
     def reload(self) -> None:
         """Reconcile the served models with the configuration, in the background.
 
-        It happens after the load under way, and the log has the result.
+        The reload waits for the load under way. Errors are logged.
         """
-        # A load under way may have read a file before that was replaced.
+        # A reload under way may have read a file before that file was replaced.
         self._reload_again = True
         if self._reloading is None or self._reloading.done():
             self._reloading = self._tasks.begin(self._reload())

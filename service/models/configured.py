@@ -26,7 +26,7 @@ def configured_models(
 
     Args:
         settings: the service's settings.
-        before: entries of the last look; a broken entry stays as it was there.
+        before: entries of the previous read; an entry that is broken now stays as it was then.
 
     Raises:
         SettingsError: the folder is empty, or the default model is missing; or, if the settings
@@ -62,7 +62,7 @@ def configured_models(
 
 
 def _lone_head(models: str) -> str:
-    """Return an addition to the message about a folder that has only taught heads, if it does."""
+    """Return an addition to the message about a folder without models, if it has a taught head."""
     for path in sorted(Path(models).expanduser().iterdir()):
         if is_taught_head(path):
             return f": {path.name} is a taught head: add the model that it was taught with"

@@ -60,7 +60,7 @@ class ModelFactory:
         model = LocalModel(
             partial(self._engine, name), checkpoint, number, on_retired=self._on_retired
         )
-        # If the default is not named, any of several models may become it.
+        # If no setting names the default, any of several models may become the default.
         is_fixed = bool(self._settings.model_name) or len(self.configured) == 1
         model.is_default = name == self.default and is_fixed
         return model

@@ -100,7 +100,7 @@ def _nearest_setting(error: ValidationError) -> str:
 
 
 def in_time(read: Callable[[], T], what: str) -> T:
-    """Run a function that reads files on a thread of its own, and return its result.
+    """Run, on its own thread, a function that reads files, and return its result.
 
     Raises:
         TimeoutError: it takes longer than `READ_SECONDS`; its thread goes on until the process

@@ -123,7 +123,7 @@ class LocalModel(ServedModel):
         self.on_change()
 
     def _replace_by_unloaded(self) -> Version[ModelEngine]:
-        """Put a new version of the same number in place; return the old one, and move neither."""
+        """Make a new version with the same number current; return the old one, still unmoved."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info

@@ -76,7 +76,7 @@ class Names:
             return self.default_name
         if is_new:
             return name
-        if not self.name_of(self.default_name):  # loading, in this process or in an engine's
+        if not self.name_of(self.default_name):  # its checkpoint is still loading
             self.require_ready(self.default_name)
         wrong = f"unknown model {name!r:.200}"
         if "," in name or name == "*":

@@ -130,7 +130,7 @@ class OnDemandModels(Models):
         Afterwards each model is described, so a request that the model refuses does not load it.
         """
         for key, model in list(self.served.items()):
-            if model.state == "loading":  # otherwise a request has had it loaded
+            if model.state == "loading":  # otherwise a request has already caused its load
                 await asyncio.wait([self._begin_load(key, at_start=True)])
 
     def _begin_load(
@@ -142,8 +142,8 @@ class OnDemandModels(Models):
 
     async def _load(self, key: str, caller: str, *, at_start: bool) -> None:
         if key in self.served:
-            # Its memory is needed. A request may hold it and wait for this load, so do not wait
-            # for long.
+            # The load needs the memory of the retiring version. But a request that holds that
+            # version may wait for this load.
             await self.served[key].versions.retired(RETIRE_SECONDS)
         async with self._load_lock:
             model = self.served.get(key)

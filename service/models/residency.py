@@ -180,7 +180,7 @@ class Residency:
         idle = self._idle(ready, kept)
         loaded = self.loaded()
         if sum(loaded[backbone] for backbone in idle) < lacking:
-            raise _full("it has no memory beside the models that are in use", _TOO_BUSY_SECONDS)
+            raise _full("the models in use leave too little memory", _TOO_BUSY_SECONDS)
         if caller:
             now = self._clock()
             stay_seconds = {

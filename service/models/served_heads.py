@@ -20,7 +20,7 @@ class ServedHead:
         reason: why the head does not answer; empty if it does, and while it is being fitted.
         refusal: error of requests to a head that does not answer for this reason.
         removal: how to remove the head, for the refusal of a request that deletes it as a model.
-        is_begun: whether it waits for examples only, so that it is `loading`, not `failed`.
+        is_begun: whether the head only lacks examples; it is then `loading`, not `failed`.
     """
 
     name: str

@@ -268,7 +268,7 @@ def configure(log_format: str, level: str, *, waits: bool = False) -> None:
     logging.logProcesses = False
     logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # The answer and our log line have the errors of a form.
+    # The answer and our log line already report the errors of a form.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     # Their messages at start-up repeat ours.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):

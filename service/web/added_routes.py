@@ -1,4 +1,4 @@
-"""The routes that extensions add; neither they nor their rules touch the routes of other parts."""
+"""The routes that extensions add, checked to leave the routes of other parts alone."""
 
 import re
 from collections.abc import Mapping

@@ -55,7 +55,7 @@ class Sender(NamedTuple):
         started: reading of the clock at which the request's headers had been read.
         receive: returns the next part of the body.
         left: done once the caller has disconnected, or a coroutine function that waits for that;
-            None if the request is cancelled then.
+            None if a disconnect cancels the request's task anyway.
         headers: headers of the request.
         request_id: id of the request.
         prefix: prefix of the path; links in the answer begin with it.
@@ -347,8 +347,8 @@ async def acquire(service: Service, name: str | None, deadline: Deadline, caller
     """Hold a model until its release; load it only if its description is not known yet.
 
     Raises:
-        What `Models.acquire` raises; and for a model that is still to be described, what `load`
-        raises.
+        What `Models.acquire` raises; and if it loads the model, what `waiting_for_model` and
+        `Models.load` raise.
     """
     if service.models.needs_load(name):
         async with waiting_for_model(service, name, deadline, caller):
@@ -360,7 +360,7 @@ async def acquire(service: Service, name: str | None, deadline: Deadline, caller
 async def waiting_for_model(
     service: Service, name: str | None, deadline: Deadline, caller: str
 ) -> AsyncIterator[None]:
-    """Hold a slot while a request waits for a model; these are at most a quarter of all.
+    """Hold a slot while a request waits for a model; such slots are at most a quarter of all.
 
     Raises:
         ModelLoading: too many requests wait for models, or the time for loading is up.

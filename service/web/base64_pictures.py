@@ -17,7 +17,7 @@ from service.errors import MalformedRequest, UnsupportedMediaType
 from service.web.upload import RIGHT_CALL, file_too_large, remove_mark
 
 BYTES_A_VALUE: Final = 32
-"""Bytes of JSON that take as long to read as one value; 16 if they are escapes."""
+"""Bytes of base64 that take as long to read as one JSON value; 16 if they are escapes."""
 
 PIECE_BYTES = 1 << 18
 _PAUSE_SECONDS: Final = 1e-4  # long enough for another thread to take the interpreter
@@ -84,7 +84,7 @@ _MISTAKES: Final = (
 
 
 def mistake_in(data: bytes | bytearray) -> str:
-    """Return the message about a file that is evidently no picture; empty for other files."""
+    """Return the message about a file that is evidently not a picture; empty for other files."""
     return next((message for pattern, message in _MISTAKES if pattern.match(data)), "")
 
 

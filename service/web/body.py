@@ -206,7 +206,7 @@ async def read_whole(admitted: AdmittedRequest, limit: int | None = None) -> byt
 
 @contextmanager
 def _arriving(admitted: AdmittedRequest) -> Iterator[None]:
-    """Bound the time in which the body arrives, and end it if it keeps others out."""
+    """Limit the time in which a body arrives, and end a slow body that keeps others out."""
     service = admitted.service
     cancellation = admitted.cancellation
 
@@ -285,8 +285,8 @@ async def _receive(
 ) -> int:
     """Parse the chunks of a body as they arrive, and return the number of bytes.
 
-    If the length is not declared, a known refusal waits for the end of the body. The body may still
-    be too large, and that error goes first.
+    If the length is not declared, `refusal` is raised only at the end of the body, because
+    `UploadTooLarge` takes precedence.
 
     Args:
         parse: takes a chunk.

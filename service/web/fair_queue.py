@@ -42,7 +42,7 @@ class QueuedJob:
                         '-----------leave, or too late--------^
 
     Attributes:
-        size: in any unit that its cost grows with, the same for all jobs of a queue.
+        size: amount of work, in a unit that all jobs of a queue share.
         deadline: reading of the clock before which the job must begin.
         state: see above.
         began: reading of the clock at which the job began.
@@ -254,8 +254,8 @@ class FairQueue(Generic[J]):
     def _is_late(self, job: J, share: _Share[J]) -> bool:
         """Return whether a further job of a caller would begin after its deadline.
 
-        Counting all waiting jobs as ahead would be simpler, but beside a flood of another caller
-        it refused 329 of 400 jobs that are in time.
+        Counting all waiting jobs as ahead would be simpler, but during another caller's flood it
+        refused 329 of 400 jobs that could begin in time.
 
         Two costs per unit of size appear here. Seconds of work order the callers, because callers
         are charged for work. Seconds for which a server is held tell when a server is free.

@@ -39,9 +39,9 @@ def new_image_id() -> str:
 
 
 def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
-    """Return the store's key for a picture as one preprocessing gives it.
+    """Return the store's key of a picture, which includes its preprocessing.
 
-    The key includes the preprocessing, so a model never sees a picture that another one made.
+    So a model never gets a picture that was preprocessed for another model.
     """
     return f"{image_id}.{_kind(preprocess)}"
 

@@ -1,4 +1,4 @@
-"""Parse JSON documents of requests; name the known fields and parameters beside an unknown one."""
+"""Parse JSON documents of requests; errors about an unknown name list the known ones."""
 
 import json
 import re

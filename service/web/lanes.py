@@ -254,7 +254,7 @@ class _Workers:
     A thread starts with its first job, and finishes the work that it has begun.
 
     Args:
-        name: begin of the threads' names.
+        name: prefix of the threads' names.
         count: number of threads.
         clock: monotonic seconds.
         end_all: called on the event loop with the jobs that have worked, several at once.
@@ -377,7 +377,11 @@ class Lanes:
 
 
 def _batch_slots(models: Models, most: int | None = None) -> int:
-    """Return the pictures in one batch of each engine, of at most `most` pictures per batch."""
+    """Return how many pictures fit in one batch of every engine together.
+
+    Args:
+        most: limit on the pictures of a batch.
+    """
     engine = models.default.current.engine
     if engine.info is None:
         return len(engine.engines)

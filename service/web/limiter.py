@@ -76,7 +76,7 @@ class Limiter:
     def waiting(self, caller: str) -> Iterator[None]:
         """Hold a slot while a model is loaded; waiting requests hold at most a quarter of all.
 
-        The slot counts for no caller, because callers share that quarter by a rule of its own.
+        The slot does not count for its caller, because callers share that quarter separately.
 
         Raises:
             ModelLoading: that quarter is taken, or the rest of it is for other callers.

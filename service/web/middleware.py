@@ -1,7 +1,7 @@
 """The layers around every request, as plain ASGI.
 
 RequestContextMiddleware      request id, start time, metrics, log line
-  (ProblemMiddleware)         if extensions have layers, which follow it
+  (ProblemMiddleware)         and layers of extensions, if there are any
     (CORSMiddleware)          Starlette's, if VIT_CORS_ORIGINS is set
       ProblemMiddleware       errors become problem documents
         OriginMiddleware      Host and Origin

@@ -59,11 +59,11 @@ def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
 
 
 class PartHeaders:
-    """Collects the headers of one part after the other; the parser calls its `on_` methods.
+    """Collects the headers of the current part; the parser calls its `on_` methods.
 
     Attributes:
         name: name of the field; empty without one.
-        encoding: an encoding in which parameters are not read; empty without one.
+        encoding: unsupported encoding of a parameter; empty if the part does not have one.
         is_unchosen: whether the part is a file input in which no file was chosen, unless bytes
             follow.
     """

@@ -22,7 +22,7 @@ _MAX_BARE_PERCENTS: Final = 64
 _BARE_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 Absent = SkipJsonSchema[None]
-"""The type of None as the default of a parameter, which OpenAPI does not name."""
+"""Type of None as a parameter's default; OpenAPI leaves it out."""
 
 ModelName = Annotated[
     str | Absent, Field(description="a name from GET /models; default the default model")
@@ -46,7 +46,7 @@ def parameters_of(query_model: type[BaseModel]) -> tuple[str, ...]:
 def parse_query(query_model: type[BaseModel], query_string: bytes) -> BaseModel:
     """Return the query of an address; raises as `validated`.
 
-    The last queries are cached, because most requests have one of a few.
+    Recent queries are cached, because most requests repeat one of a few.
     """
     return validated(query_model, _pairs(query_string))
 

@@ -21,7 +21,7 @@ _REFUSALS_A_SECOND: Final = 500
 """Refusals a second without a delay; they take a tenth of a core."""
 
 _MISTAKES_A_SECOND: Final = 50
-"""Refusals of a caller's mistakes without a delay."""
+"""Refusals a second of one caller's mistakes without a delay."""
 
 
 class RefusalPace:

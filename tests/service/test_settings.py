@@ -174,7 +174,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
-    ("cache_dir", "false", "for a folder of this name ./false"),
+    ("cache_dir", "false", "write ./false for a folder of this name"),
     ("cache_dir", "$HOME/graphs", "a variable after $ is not expanded"),
     ("image_size", "\uff12\uff12\uff14", "384x256"),
     ("workers", "8 # cores", "remove the comment"),

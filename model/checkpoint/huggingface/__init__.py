@@ -143,7 +143,7 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
     if model_type != family.model_type:
         raise CheckpointError(
             f"{where}: model_type {model_type!r:.100}: expected {family.model_type!r} for {name}: "
-            "correct the wrong one of both"
+            "correct the wrong one"
         )
     return family, name not in _BY_CLASS
 

@@ -88,7 +88,7 @@ CLIP: Final = replace(
     fields=lambda json, where: {"projection_width": json["projection_dim"]},
     architecture={"patch_bias": False, "norm_before_blocks": True, "normalized_head": True},
 )
-# CLIP and SigLIP whole, SigLIP 2 of one resolution among them.
+# The whole model. SigLIP 2 of one resolution has this class, too.
 SIGLIP: Final = replace(
     _SIGLIP,
     class_name="SiglipModel",

@@ -253,8 +253,8 @@ def _channels(files: Files) -> int:
 def _statistics(processor: _Processor, channels: int) -> tuple[list[float], list[float]]:
     """Return the mean and deviation of pixels of 0...1 that give the processor's values.
 
-    A processor that multiplies pixels of 0...255 by another factor than 1/255, or does not, gives
-    the same values as one with other statistics.
+    A processor with another factor than 1/255, or without one, gives the same values as a processor
+    with that factor and other statistics.
     """
     mean = [0.0] * channels
     std = [1.0] * channels

@@ -207,8 +207,7 @@ class OpenVinoNetwork:
     Args:
         graph: the network, in float32.
         dtype: a key of `PRECISIONS`, to which OpenVINO rounds.
-        threads: numbers of threads for a lone image, and of batches computed at the same time, on a
-            share of the threads each.
+        threads: a lone image uses all `count` threads; up to `streams` batches share them.
 
     Attributes:
         request: the outputs that the graphs compute.

@@ -141,7 +141,7 @@ async def classify(request: Request, query: ClassifyQuery) -> Response:
     check_early(request, query, model)
     async with admit(request, model) as admitted:
         picture, query = await read_picture(request, admitted, query)
-        if query.names_several:  # the form does
+        if query.names_several:  # in the form
             models = await find_models(request, query)
             return await _answer_by_several(admitted, models, picture, query.min_score)
         await use_named_model(request, admitted, query.model)
@@ -171,7 +171,7 @@ async def classify_file(
             fields = {"id": image_id, **fields}
         return msgspec.json.encode(fields)
 
-    # A document of many classes is large, and a batch has many: one job of the lane writes each.
+    # A document of many classes is large. In a batch, a job of its own writes each document.
     return await admitted.convert(write, size=requested.top_k)
 
 
@@ -270,7 +270,7 @@ def _attention_fields(admitted: AdmittedRequest, classified: Classified) -> dict
 def _timings(
     admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]
 ) -> dict[str, float]:
-    """Return the milliseconds of each stage, of its slowest pass, and of the request so far."""
+    """Return the milliseconds of each stage in its slowest pass, and of the request so far."""
     seconds = (0.0, 0.0, 0.0)
     if passes:
         stages = [

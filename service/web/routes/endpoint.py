@@ -99,7 +99,7 @@ class Endpoint:
         return bool(self._convertors)
 
     def match(self, path: str) -> dict[str, Any] | None:
-        """Return the parameters of a path, or None if this is not its endpoint."""
+        """Return the parameters of a path, or None if the path belongs to another endpoint."""
         match = self._regex.fullmatch(path)
         if match is None:
             return None

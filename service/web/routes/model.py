@@ -27,7 +27,7 @@ from vitserve.documents import Labels, ModelDescription
 logger = logging.getLogger("vitserve")
 
 _PREPARE_SECONDS: Final = 60.0
-"""Deadline for the map that prepares the others to begin."""
+"""Longest wait until the map that prepares the others begins."""
 
 _preparing = Tasks()
 _prepared: WeakKeyDictionary[Version[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()

@@ -159,7 +159,7 @@ def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _below(name: str, value: object, settings: Settings) -> object:
-    """Return the resolved path in a setting, or the value unless it is a path.
+    """Return the resolved path in a setting, or the value if it is not a path.
 
     Raises as `allowed`.
     """

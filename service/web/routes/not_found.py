@@ -36,7 +36,7 @@ _OTHER_NAMES: Final = {
 """Our routes by their names in other servers."""
 
 OTHER_METHODS: Final = {("POST", "/models"): "PUT /models/NAME loads a model"}
-"""Remedies for requests of other servers whose path is one of ours."""
+"""Remedies for methods that other servers have on a path of ours."""
 
 _OF_A_MODEL: Final = frozenset({"/classify", "/attention", "/embed", "/model", "/labels"})
 """Routes whose parameter `model` names one."""
@@ -111,9 +111,10 @@ def _with_method(method: str, route: str, known: Routes) -> str:
 
 
 def _nearest_by_structure(method: str, path: str, known: Routes) -> list[str]:
-    """Return the shortest routes of a method that have the most first parts of a path, at least 2.
+    """Return the routes of a method that share most leading parts with a path; the shortest ones.
 
-    A version at the beginning does not count: `/v1/models/NAME` is like `/models/NAME`.
+    They share at least two parts. A leading version does not count: `/v1/models/NAME` is like
+    `/models/NAME`.
     """
     parts = _parts(path)
     parts = parts[_version_parts(parts) :]

@@ -232,7 +232,7 @@ def _with_form_fields(body: Json, parameters: Sequence[Json]) -> Json:
 
 
 def _add_key(description: Json, *, required: bool) -> None:
-    """Add to an operation that it takes a key, and the 401 without one."""
+    """Add the key to the description of an operation, and the answer 401."""
     with_key: Json = {_SECURITY_SCHEME: []}
     description["security"] = [with_key] if required else [{}, with_key]
     refusal = {str(status): answer for status, answer in problems(401).items()}

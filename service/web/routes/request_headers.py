@@ -18,7 +18,8 @@ class _Demand(NamedTuple):
     """A demand of a request header.
 
     Attributes:
-        is_met: whether the service fulfils the value, in lower case, of a request's method.
+        is_met: takes the value in lower case and the method; returns whether the service fulfils
+            the demand.
         error: type of the refusal.
         remedy: end of the refusal's message.
     """
@@ -85,8 +86,8 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
         NotAcceptable: `Accept` excludes every media type.
         PreconditionFailed: the request depends on a version of the resource.
         ExpectationFailed: `Expect` is not `100-continue`.
-        MalformedRequest: the body is a part of a file, or the method takes none, or a header names
-            another media type or method.
+        MalformedRequest: the body is a part of a file; the method takes no body; or headers name
+            two media types, or another method.
     """
     accepted: list[str] = []
     content_types: list[str] = []

@@ -1,6 +1,7 @@
-"""Several models that classify one picture: one pass for all of a backbone and preprocessing.
+"""Several models that classify one picture.
 
-A model that fails costs only its own answer.
+Models with the same backbone and preprocessing share a pass. A model that fails costs only its own
+answer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ALL_MODELS: Final = "*"
 # Part of the request's time that loading a model may take; the rest is left for other models.
 _LOADING_SHARE = 0.5
 
-# Multiplications that take as long as the small steps of one head's answer, about 0.1 ms.
+# Fixed cost of one head's answer in multiplications, about 0.1 ms.
 _COST_OF_HEAD = 1 << 18
 
 Group = list[tuple[Lease, RequestedOutputs]]
@@ -82,7 +83,7 @@ class Pass(NamedTuple):
 
     Attributes:
         failed: the errors of the models that do not answer, by name.
-        classified: by the other models.
+        classified: the picture as each of the other models has classified it.
         took: the decoded picture and the result of the pass, or None if it failed.
         is_kept: whether the picture is kept.
     """

@@ -159,7 +159,7 @@ def test_wrong_index_of_shards_is_refused(
     )
     assert "'more' is in the index or in the shards, but not in both" in refusal(folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../part.safetensors")}))
-    assert "is not the name of a .safetensors file: the shards lie beside" in refusal(folder)
+    assert "is not the name of a .safetensors file: the shards are in" in refusal(folder)
 
 
 JSON = st.recursive(

@@ -36,7 +36,9 @@ def test_paths_in_an_index_are_refused(start: str, tmp_path: Path) -> None:
     index = {name: start + shard for name, shard in in_shards(tmp_path).items()}
     file = tmp_path / "model.safetensors.index.json"
     file.write_text(json.dumps({"weight_map": index}))
-    assert "the shards lie beside the index, so write their names alone" in refusal(tmp_path)
+    assert "the shards are in the folder of the index, so write only their names" in refusal(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize("name", ["Config.json", "config.JSON", "config (1).json"])

@@ -171,7 +171,7 @@ def test_sharded_pickles_are_read_by_index(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded pickles"
     )
     put(tmp_path / "pytorch_model.bin.index.json", "weight_map.x", "../x.bin")
-    assert "is not the name of a .bin file: the shards lie beside" in refusal(tmp_path)
+    assert "is not the name of a .bin file: the shards are in" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("wanted", [(48, 48), (32, 32)])

@@ -121,7 +121,7 @@ REFUSED = {
     "comment.txt": ("# classes\ncat\ndog\n", "3 labels for 2 classes: give one for each class"),
     "other-index.json": (
         '{"0": {"id": 1, "name": "cat"}, "1": {"id": 0, "name": "dog"}}',
-        "'0': its entry has the index 1: correct the wrong one of both",
+        "'0': its entry has the index 1: correct the wrong one",
     ),
     "numbers-twice.json": (
         '{"id2label": {"0": 1, "1": 0}}',

@@ -494,7 +494,7 @@ def test_unknown_option_names_the_nearest(
             "'owner/name' is not a command: `vitserve serve owner/name` serves a checkpoint",
         ),
         (["README.md"], "`vitserve classify README.md` classifies pictures"),
-        (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed"),
+        (["attention", "a.jpg", "--url", "http://there"], "but an option of classify, embed"),
         (["serve", "--port", "1", "--port=2"], "--port is given twice with different values"),
         (["embed", "a.jpg", "-o", "a.npy", "-o", "b.npy"], "-o is given twice"),
         (["serve", "--api-keys", "-key"], "a value that begins with - needs =: --flag=-value"),
