@@ -84,20 +84,20 @@ class ModelSettings(BaseModel):
     )
 
 
-def as_keys(message: str, place: str, kept: Collection[str] = ()) -> str:
+def as_keys(message: str, place: str, unchanged: Collection[str] = ()) -> str:
     """Return a message in which settings of one checkpoint are keys of a file or a document.
 
     Args:
         message: names settings as flags and environment variables.
         place: the file or document, which the result names after the first key.
-        kept: names of settings that stay flags and environment variables.
+        unchanged: names of settings that stay flags and environment variables.
     """
     is_first = True
 
     def key(match: re.Match[str]) -> str:
         nonlocal is_first
         name = (match[1] or match[3]).lower().replace("-", "_")
-        if name in kept or name not in ModelSettings.model_fields:
+        if name in unchanged or name not in ModelSettings.model_fields:
             return match[0]
         where = f" in {place}" if is_first else ""
         is_first = False

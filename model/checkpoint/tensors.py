@@ -139,7 +139,7 @@ def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
             join(tensors, parts, name.replace(apart[0], joined))
 
 
-def taken(
+def take_tensor(
     tensors: dict[str, Tensor],
     name: str,
     shape: tuple[int, ...],
@@ -231,7 +231,7 @@ def checked(
             shown = _stored_name(names[0], stored)
             raise CheckpointError(f"{where}: {kind} key {shown!r}{more}: {remedy}")
     left = dict(tensors)
-    return {name: taken(left, name, shape, where, stored) for name, shape in shapes.items()}
+    return {name: take_tensor(left, name, shape, where, stored) for name, shape in shapes.items()}
 
 
 def _remedy_of_names(

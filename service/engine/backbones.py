@@ -73,12 +73,12 @@ class Backbones:
         known = {name: value for name, value in settings.items() if name not in (PROBLEM, PLACE)}
         place = settings.get(PLACE, "")
 
-        def in_own_words(message: str) -> str:
+        def reword(message: str) -> str:
             inherited = self.settings.model_fields_set - known.keys()
             return as_keys(message, place, inherited) if place else message
 
         copy = self.settings.model_copy(update=known)
-        return ModelEngine(self, copy, in_own_words, settings.get(PROBLEM, ""))
+        return ModelEngine(self, copy, reword, settings.get(PROBLEM, ""))
 
     def runner(self, key: str) -> ModelRunner | None:
         """Return the runner that has a backbone; None if it is not loaded."""
@@ -100,7 +100,7 @@ class ModelEngine:
     Args:
         backbones: the engines that it may share.
         settings: settings of the model.
-        in_own_words: returns a message about its checkpoint as its operator knows the settings.
+        reword: rewrites a message about its checkpoint with the settings' names in `PLACE`.
         problem: why its settings are broken; empty if they are not.
 
     Attributes:
@@ -113,11 +113,11 @@ class ModelEngine:
         self,
         backbones: Backbones,
         settings: Settings,
-        in_own_words: Callable[[str], str] = str,
+        reword: Callable[[str], str] = str,
         problem: str = "",
     ) -> None:
         self._problem = problem
-        self._in_own_words = in_own_words
+        self._reword = reword
         self.info: ModelInfo | None = None
         self.last_used: float | None = None
         self.backbone = LocalEngine(
@@ -229,8 +229,8 @@ class ModelEngine:
         try:
             runner, info = backbones.load(self._settings, backbones.runner)
         except CheckpointError as error:
-            raise CheckpointError(self._in_own_words(str(error))) from error
-        info = replace(info, assumed=tuple(map(self._in_own_words, info.assumed)))
+            raise CheckpointError(self._reword(str(error))) from error
+        info = replace(info, assumed=tuple(map(self._reword, info.assumed)))
         with backbones.lock:
             if self._closed:
                 return None

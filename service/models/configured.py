@@ -96,12 +96,12 @@ def notes_on_folder(settings: Settings, entries: Mapping[str, FolderEntry]) -> l
     for setting in PATHS:
         if setting == "checkpoint" or getattr(settings, setting) is None:
             continue
-        with_own = [
+        overriding = [
             name for name, entry in entries.items() if entry.settings.get(setting) is not None
         ]
-        if with_own:
+        if overriding:
             lines.append(
-                f"VIT_{setting.upper()} is not read for {', '.join(with_own):.1000}: "
+                f"VIT_{setting.upper()} is not read for {', '.join(overriding):.1000}: "
                 f"they have {setting} of their own"
             )
     return lines

@@ -62,7 +62,7 @@ class ModelFactory:
         )
         # If no setting names the default, any of several models may become the default.
         is_fixed = bool(self._settings.model_name) or len(self.configured) == 1
-        model.is_default = name == self.default and is_fixed
+        model.is_required = name == self.default and is_fixed
         return model
 
     def _engine(self, name: str, checkpoint: Checkpoint) -> ModelEngine:

@@ -31,7 +31,7 @@ class LocalModel(ServedModel):
 
     Attributes:
         versions: its versions that are not closed.
-        is_default: whether the process cannot serve without this model.
+        is_required: whether the process cannot serve without this model.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
         on_change: called on the event loop when another version is current, or the current one's
@@ -51,7 +51,7 @@ class LocalModel(ServedModel):
         self._make = make
         self.versions = OpenVersions(on_retired)
         self.current = self.new_version(checkpoint, number)
-        self.is_default = True
+        self.is_required = True
         self.broke = False
         self.loaded = 0.0
         self._last_used: float | None = None
@@ -101,7 +101,7 @@ class LocalModel(ServedModel):
             self.broke = version.engine.info is not None
             if self.broke:
                 logger.critical("engine %s: %s", status.device, status.reason)
-            elif self.is_default:
+            elif self.is_required:
                 where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
                 logger.critical("cannot start%s: %s", where, status.reason)
         self.on_change()

@@ -76,7 +76,7 @@ class OnDemandModels(Models):
         failed = [model for model in self.served.values() if model.state == "failed"]
         all_are_fatal = self._settings.strict or len(failed) == len(self.served)
         for model in failed:
-            if all_are_fatal or model.broke or model.is_default:
+            if all_are_fatal or model.broke or model.is_required:
                 return model.current.engine.status.reason
         return ""
 
@@ -162,7 +162,7 @@ class OnDemandModels(Models):
             model.on_change = self.on_change
             reason = await model.load_current()
             self.results["failed" if reason else "loaded"] += 1
-            if reason and not model.is_default:
+            if reason and not model.is_required:
                 logger.error("model %s: %s", key, reason)
                 self._pass_default_on(key)
             try:

@@ -92,7 +92,7 @@ class LogWriter(QueueHandler):
         self.queue = self._lines
         self._thread: threading.Thread | None = None
         self.dropped = 0
-        self._told = 0
+        self._reported = 0
 
     def prepare(self, record: logging.LogRecord) -> str:
         """Return the record as a line; the calling thread's context adds the trace ids."""
@@ -131,22 +131,22 @@ class LogWriter(QueueHandler):
         while (line := lines.get()) is not None:
             try:
                 _write(self._descriptor, line)
-                if self.dropped > self._told:
-                    self._tell_of_dropped()
+                if self.dropped > self._reported:
+                    self._report_dropped()
             except OSError:  # the reader has ended, or the descriptor is closed
                 pass
             finally:
                 lines.task_done()
 
-    def _tell_of_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         """Write the number of dropped lines since the last such line."""
         dropped = self.dropped
-        fields = {"dropped": dropped - self._told}
+        fields = {"dropped": dropped - self._reported}
         text = "%(dropped)d log lines were dropped because nothing read the log"
         record = logging.LogRecord("vitserve", logging.WARNING, __file__, 0, text, (fields,), None)
         record.fields = fields
         _write(self._descriptor, self.format(record))
-        self._told = dropped
+        self._reported = dropped
 
 
 def _write(descriptor: int, line: str) -> None:

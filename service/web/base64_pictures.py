@@ -22,7 +22,7 @@ BYTES_A_VALUE: Final = 32
 PIECE_BYTES = 1 << 18
 _PAUSE_SECONDS: Final = 1e-4  # long enough for another thread to take the interpreter
 _MAX_ESCAPE_BYTES: Final = 6
-_LOOKED_AT: Final = 256  # characters that tell whether a text is percent-encoded
+_SAMPLE_CHARACTERS: Final = 256  # characters that tell whether a text is percent-encoded
 _ESCAPES: Final = {
     "%2B": "+",
     "%2F": "/",
@@ -163,7 +163,7 @@ def picture_of_text(data: bytearray, max_bytes: int, right_call: str) -> bytearr
     """
     remove_mark(data)
     text = data.decode("ascii", "replace").strip()
-    encoded = _percent_decoded(text) if "%" in text[:_LOOKED_AT] else text
+    encoded = _percent_decoded(text) if "%" in text[:_SAMPLE_CHARACTERS] else text
     has_prefix = _DATA_URI.match(encoded) is not None
     encoded = bare_base64(encoded)
     if _BASE64.fullmatch(encoded):
@@ -215,7 +215,7 @@ def bare_base64(text: str) -> str:
     """Return standard, padded base64 without line breaks and without a data URI's start."""
     prefix = _DATA_URI.match(text)
     if prefix is not None:
-        if "%" in text[-_LOOKED_AT:]:
+        if "%" in text[-_SAMPLE_CHARACTERS:]:
             text = _percent_decoded(text)
         text = text[prefix.end() :]
     text = text.strip()
@@ -234,7 +234,7 @@ def has_lost_plus(text: str) -> bool:
     if " " not in text:
         return False
     try:
-        return is_picture(from_base64(text[:_LOOKED_AT].replace(" ", "+")))
+        return is_picture(from_base64(text[:_SAMPLE_CHARACTERS].replace(" ", "+")))
     except ValueError:
         return False
 

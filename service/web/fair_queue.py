@@ -59,7 +59,7 @@ class QueuedJob:
         self.charged = 0.0
 
     @property
-    def delays_own(self) -> bool:
+    def delays_same_caller(self) -> bool:
         """Return whether other jobs of the same caller wait."""
         return bool(self.share.waiting)
 

@@ -38,7 +38,7 @@ def new_image_id() -> str:
     return _ids.pop()
 
 
-def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
+def store_key(image_id: str, preprocess: PreprocessConfig) -> str:
     """Return the store's key of a picture, which includes its preprocessing.
 
     So a model never gets a picture that was preprocessed for another model.

@@ -35,7 +35,7 @@ from service.settings import Settings
 from service.web.admit import AdmittedRequest, deadline_of, waiting_for_model
 from service.web.base64_pictures import BYTES_A_VALUE, is_text, picture_of_text
 from service.web.decoders import Decoded
-from service.web.image_stores import id_of_kind, new_image_id
+from service.web.image_stores import new_image_id, store_key
 from service.web.lanes import Job
 from service.web.service import Service
 
@@ -299,7 +299,7 @@ async def keep(
     Models with different preprocessing store a picture each under the same id.
     """
     image_id = image_id or new_image_id()
-    key = id_of_kind(image_id, admitted.model.info.preprocess)
+    key = store_key(image_id, admitted.model.info.preprocess)
     try:
         is_stored = await admitted.service.images.put(picture, key)
     except Exception:  # any error of a store costs the answer only its id
@@ -310,7 +310,7 @@ async def keep(
 
 async def kept_picture(service: Service, image_id: str, model: Lease) -> ModelInput | None:
     """Return the stored picture of an id as a model sees it, or None if it is not stored."""
-    picture = await service.images.get(id_of_kind(image_id, model.info.preprocess))
+    picture = await service.images.get(store_key(image_id, model.info.preprocess))
     # Another replica may have stored anything under this id.
     if picture is None or picture.pixels.shape != model.info.input_shape:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.input_size import StoredNetwork, resized_network
-from model.checkpoint.tensors import taken
+from model.checkpoint.tensors import take_tensor
 from model.config import ViTConfig
 from model.errors import CheckpointError
 from model.layer_config import Size
@@ -33,11 +33,13 @@ def place_dinov2(
     edge = math.isqrt(patches)
     if edge * edge != patches:
         raise CheckpointError(f"{where}: {patches} positions are not a square, as its class needs")
-    positions = taken(tensors, "pos_embed", (1, patches + 1, width), where)
+    positions = take_tensor(tensors, "pos_embed", (1, patches + 1, width), where)
     if not config.registers and "reg_token" in tensors:
-        taken(tensors, "reg_token", (1, 0, width), where)
+        take_tensor(tensors, "reg_token", (1, 0, width), where)
     # Only the CLS token has a position, so it is added to the token once.
-    tensors["cls_token"] = taken(tensors, "cls_token", (1, 1, width), where) + positions[:, :1]
+    tensors["cls_token"] = (
+        take_tensor(tensors, "cls_token", (1, 1, width), where) + positions[:, :1]
+    )
     tensors["pos_embed"] = positions[:, 1:]
     pixels = edge * config.patch_size
     square = config.model_copy(update={"image_size": (pixels, pixels)})
@@ -49,17 +51,19 @@ def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> S
     shape = (relative_table_size(config.grid), config.heads)
     shared = None
     if "shared.relative_position_bias_table" in tensors:
-        shared = taken(tensors, "shared.relative_position_bias_table", shape, where)
+        shared = take_tensor(tensors, "shared.relative_position_bias_table", shape, where)
     for index in range(config.depth if config.relative_position_bias else 0):
         name = f"blocks.{index}.attn.relative_position_bias_table"
         if shared is None:
-            tensors[name] = taken(tensors, name, shape, where)
+            tensors[name] = take_tensor(tensors, name, shape, where)
         else:
-            table = taken(tensors, name, shape, where) if name in tensors else torch.zeros(shape)
+            table = (
+                take_tensor(tensors, name, shape, where) if name in tensors else torch.zeros(shape)
+            )
             tensors[name] = table + shared
     if config.position_embedding == "learned":
         positions = (1, config.position_tokens, config.width)
-        tensors["pos_embed"] = taken(tensors, "pos_embed", positions, where)
+        tensors["pos_embed"] = take_tensor(tensors, "pos_embed", positions, where)
     return resized_network(tensors, config, size, where, antialias=False)
 
 
@@ -69,13 +73,15 @@ def place_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> 
     The class has an `nn.Embedding` [tokens, D], and a vector [D].
     """
     width = config.width
-    positions = taken(tensors, "pos_embed", (config.position_tokens, width), where)
+    positions = take_tensor(tensors, "pos_embed", (config.position_tokens, width), where)
     tensors["pos_embed"] = positions.unsqueeze(0)
     if config.class_token:
-        tensors["cls_token"] = taken(tensors, "cls_token", (width,), where).reshape(1, 1, -1)
+        tensors["cls_token"] = take_tensor(tensors, "cls_token", (width,), where).reshape(1, 1, -1)
     if config.pool == "attention":
         for kind, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
-            joined = taken(tensors, f"vision_model.head.attention.in_proj_{kind}", shape, where)
+            joined = take_tensor(
+                tensors, f"vision_model.head.attention.in_proj_{kind}", shape, where
+            )
             tensors[f"attn_pool.q.{kind}"] = joined[:width]
             tensors[f"attn_pool.kv.{kind}"] = joined[width:]
     return StoredNetwork(config, tensors)

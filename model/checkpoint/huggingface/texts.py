@@ -24,7 +24,7 @@ from model.checkpoint.huggingface.fields import activation, tower_config
 from model.checkpoint.labels import read_labels
 from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.tensors import checked, join_parts, renamed, require_finite, taken
+from model.checkpoint.tensors import checked, join_parts, renamed, require_finite, take_tensor
 from model.errors import CheckpointError, first_line
 from model.heads import DEFAULT_TEMPLATE, ZeroShot
 from model.network.text_tower import TextConfig, TextTower
@@ -209,7 +209,7 @@ def _tower_config(config: Mapping[str, Any], width: int, where: str) -> TextConf
 
 
 def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
-    value = taken(tensors, name, tuple(tensors[name].shape) if name in tensors else (), where)
+    value = take_tensor(tensors, name, tuple(tensors[name].shape) if name in tensors else (), where)
     if value.numel() != 1 or not abs(float(value)) < 50:
         raise CheckpointError(f"{where}: {name}: expected one number below 50")
     return float(value)

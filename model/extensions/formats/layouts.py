@@ -20,7 +20,7 @@ from model.checkpoint.tensors import (
     join_parts,
     renamed,
     stored_names,
-    taken,
+    take_tensor,
 )
 from model.errors import CheckpointError
 
@@ -311,7 +311,7 @@ def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]
             f"{list(positions)}: expected [1, tokens, width]"
         )
     width = positions[2]
-    table = taken(tensors, "pos_embed", (1, positions[1], width), where)
-    tensors["reg_token"] = taken(tensors, "register_tokens", (1, registers[1], width), where)
-    tensors["cls_token"] = taken(tensors, "cls_token", (1, 1, width), where) + table[:, :1]
+    table = take_tensor(tensors, "pos_embed", (1, positions[1], width), where)
+    tensors["reg_token"] = take_tensor(tensors, "register_tokens", (1, registers[1], width), where)
+    tensors["cls_token"] = take_tensor(tensors, "cls_token", (1, 1, width), where) + table[:, :1]
     return tensors | {"pos_embed": table[:, 1:]}

@@ -28,7 +28,7 @@ from service.web.body import read_whole
 from service.web.json_bodies import decoded, require_known
 from service.web.problems import Problem
 from service.web.routes.endpoint import Router
-from service.web.routes.models import allowed, load, require_admin, small_body
+from service.web.routes.models import checked_settings, load, require_admin, small_body
 from service.web.routes.shared_answers import json_response
 from vitserve import __version__
 
@@ -177,7 +177,7 @@ async def v2_load(request: Request) -> Response:
     name = request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
-    fields = allowed(decoded(body, _Command).parameters, service.settings)
+    fields = checked_settings(decoded(body, _Command).parameters, service.settings)
     if not fields:
         service.models.key(name)
     elif "checkpoint" not in fields:

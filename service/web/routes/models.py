@@ -71,7 +71,7 @@ async def put_model(request: Request) -> Response:
     name = request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
-    checked = allowed(decoded(body, dict[str, Any]), service.settings)
+    checked = checked_settings(decoded(body, dict[str, Any]), service.settings)
     if "checkpoint" not in checked:
         raise InvalidParameter("checkpoint: missing; expected the path of a checkpoint")
     status, is_new = await load(service, name, checked | {"model_name": name})
@@ -142,7 +142,7 @@ async def small_body(request: Request) -> bytearray:
         return await read_whole(admitted, _MAX_BODY)
 
 
-def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def checked_settings(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the settings of a model in a caller's document.
 
     Raises:
@@ -161,7 +161,7 @@ def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 def _below(name: str, value: object, settings: Settings) -> object:
     """Return the resolved path in a setting, or the value if it is not a path.
 
-    Raises as `allowed`.
+    Raises as `checked_settings`.
     """
     if name == "checkpoint" and settings.checkpoint_folder is None:
         raise Forbidden("a checkpoint cannot be named: VIT_CHECKPOINT_FOLDER is not set")

@@ -61,7 +61,7 @@ class Call:
                         raise RequestTimeout("the message did not arrive in time")
                     seconds = asyncio.get_running_loop().time() - began
                     is_late = self._arrivals.is_crowded and seconds > GRACE_SECONDS
-                    if is_late or (turn.delays_own and seconds > OWN_GRACE_SECONDS):
+                    if is_late or (turn.delays_same_caller and seconds > OWN_GRACE_SECONDS):
                         raise RequestTimeout("the message arrived too slowly while others waited")
                     await asyncio.wait(
                         {arrival}, timeout=min(self.deadline.remaining(), GRACE_SECONDS / 4)
