@@ -194,12 +194,13 @@ class ViTConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        for problem in self._problems():
+        problem = next(self._problems(), None)
+        if problem is not None:
             raise ValueError(problem)
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Give a message for each group of fields that disagree or are absurd together."""
+        """Yield a message for each group of fields that disagree or are absurd together."""
         yield from self._problems_of_patches()
         yield from self._problems_of_blocks()
         yield from self._problems_of_head()

@@ -88,7 +88,7 @@ def _affinity() -> set[int]:
 
 
 def _siblings(core: int, system: Path) -> str:
-    """Return the kernel's list of logical cores that share a physical core with this one."""
+    """Return the kernel's list of the logical cores of this core's physical core."""
     try:
         return (system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:

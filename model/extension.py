@@ -50,7 +50,7 @@ class ExplanationMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """Parts that one package adds; every field but the name is optional.
+    """Parts that one package adds; all fields except the name are optional.
 
     Attributes:
         name: unique name of the extension.

@@ -1,6 +1,6 @@
 """Heads: a backbone gives the features of an image, and a head turns them into scores of labels.
 
-A head is a value. A checkpoint has its own; the labels of a request make another head from the
+A head is a value. A checkpoint has a head; the labels of a request make another head from the
 features of their texts, if the checkpoint has a text tower (Radford et al. 2021, CLIP,
 https://arxiv.org/abs/2103.00020; Zhai et al. 2023, SigLIP, https://arxiv.org/abs/2303.15343). All
 heads are scored by `Head.outputs`. No torch is needed.

@@ -25,7 +25,7 @@ def methods() -> Mapping[str, ExplanationMethod]:
     """Return the methods by name, the default first.
 
     Raises:
-        ExtensionError: two methods have one name.
+        ExtensionError: two methods have the same name.
     """
     by_name = {method.name: method for method in _CORE}
     owners = dict.fromkeys(by_name, CORE)

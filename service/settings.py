@@ -298,7 +298,7 @@ def settings_class() -> type[Settings]:
     """Return `Settings` with the fields of all installed extensions.
 
     Raises:
-        ExtensionError: an extension's settings cannot be loaded, or two settings have one name.
+        ExtensionError: an extension's settings cannot be loaded, or have the name of others.
     """
     owners = dict.fromkeys(map(variable_of, [*dir(Settings), *Settings.model_fields]), CORE)
     added = []

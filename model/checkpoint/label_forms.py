@@ -67,7 +67,7 @@ LABEL_NAMES: Final = (
 # Suffixes of files with one label a line, or with labels as a setting lists them.
 LINE_SUFFIXES: Final = ("", ".txt", ".text", ".names", ".labels", ".classes", ".list", ".lst")
 
-# A name that transformers makes up for a class without one.
+# A name that transformers makes up for a class without a name.
 UNNAMED: Final = re.compile(r"LABEL_\d+")
 
 # Most labels of a file with one label a line, or of a list in a setting.
@@ -197,7 +197,7 @@ def _labels_by_index(entries: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _counted(labels: tuple[str, ...], fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return labels; refuse them if a field beside them states another number."""
+    """Return labels; refuse them if another field states a different number of labels."""
     for key in _COUNTS:
         count = fields.get(key)
         if is_index(count) and int(str(count)) != len(labels):

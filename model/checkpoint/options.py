@@ -131,7 +131,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
 
 
 def _validated(fields: Any, where: str) -> PreprocessConfig:
-    """Return the preprocessing of these fields; the refusal has an example of all of them."""
+    """Return the preprocessing of these fields; the refusal shows an example of all fields."""
     example = PREPROCESS_PRESETS["deit-224"].model_dump_json(exclude_defaults=True)
     advice = f"; expected fields like these, not those of another library: {example}"
     with advising(advice), validating(where):

@@ -192,7 +192,7 @@ class _Head:
         )
 
     def _way_to_new_head(self, weight: str) -> str:
-        """Return how to serve the backbone with a head of one layer instead of this one."""
+        """Return how to serve the backbone with a head of one layer instead of this head."""
         fit = "and fit a head on it with vitserve train --probe --from FOLDER"
         if self.library_name:
             return f"save the backbone as a folder, {fit}"

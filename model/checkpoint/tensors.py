@@ -85,7 +85,7 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
     """Return tensors under new names.
 
     Raises:
-        CheckpointError: two would have one name.
+        CheckpointError: two tensors would have the same name.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

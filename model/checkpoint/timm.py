@@ -105,9 +105,10 @@ class Pretrained(_Described):
 def recognises(files: Files) -> bool:
     """Return whether a `config.json` is timm's, or of transformers' wrapper around timm."""
     config = files.config
+    if not isinstance(config.get("architecture"), str):
+        return False
     is_timms = "architectures" not in config or config.get("model_type") == _WRAPPER
-    has_name = isinstance(config.get("architecture"), str)
-    return has_name and ("pretrained_cfg" in config or (is_timms and "format" not in config))
+    return "pretrained_cfg" in config or (is_timms and "format" not in config)
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:

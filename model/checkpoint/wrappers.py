@@ -24,7 +24,7 @@ def without_wrappers(
     """Remove the parts that wrappers add to names, and return a note of them with the tensors.
 
     Raises:
-        CheckpointError: two tensors would have one name.
+        CheckpointError: two tensors would have the same name.
     """
     result: dict[str, Tensor] = {}
     removed: dict[str, None] = {}  # a set that keeps its order

@@ -355,7 +355,7 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
 
 
 def read_orientation(exif: bytes | None, xmp: bytes | memoryview | None) -> int:
-    """Return the orientation 1...8 from Exif, else from XMP; 1, upright, if neither has one.
+    """Return the orientation 1...8 from Exif, else from XMP; 1, upright, if neither states it.
 
     Args:
         exif: with or without its prefix, which some writers repeat.

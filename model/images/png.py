@@ -80,7 +80,8 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
                 raise InvalidImage(
                     "the PNG picture does not decode: the checksum of its pixels is wrong"
                 )
-        if (kind in _PICTURE_CHUNKS or len(kind) < 4) and not (kind == b"IDAT" and pixels_ended):
+        is_part = kind in _PICTURE_CHUNKS or len(kind) < 4
+        if is_part and not (kind == b"IDAT" and pixels_ended):
             kept.append(view[position:end])
         elif kind == b"eXIf":
             exif = bytes(view[body : end - 4])

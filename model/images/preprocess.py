@@ -156,7 +156,7 @@ def upright_photo(
 ) -> tuple[NDArray[np.uint8], Region]:
     """Return the photo in an uploaded file, upright and not larger than `size`, and its region.
 
-    The memory is bounded by that of `model_input` and of the result.
+    Memory is bounded as in `model_input`, plus the result.
 
     Args:
         region: in pixels of the upright original.

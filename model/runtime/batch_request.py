@@ -27,7 +27,7 @@ class BatchRequest:
         relevance: whether to return the relevance of each image's best class.
         embeddings: embeddings to return, sorted.
         all_tokens: whether an embedding needs tokens of the last block that the head does not read.
-        transfer: whether one of them is `transfer`, which needs outputs of several blocks.
+        transfer: whether to return the embedding `transfer`, which needs outputs of several blocks.
     """
 
     top_k: int = 1

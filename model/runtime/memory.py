@@ -15,7 +15,7 @@ class Meter:
     def size(self, parameters: int, dtype: str) -> int:
         """Return the bytes that torch has allocated on GPUs since, at least the parameters' bytes.
 
-        The resident memory of the process is no measure of one model: equal networks made it grow
+        The resident memory of the process does not tell one model's: equal networks made it grow
         by 9.8 to 97 MB, because a heap keeps and reuses freed memory.
         """
         return max(_allocated() - self._before, parameters * _ITEM_BYTES.get(dtype, 2))

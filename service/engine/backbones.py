@@ -3,7 +3,7 @@
     ModelEngine (a model's version) --+
     ModelEngine ----------------------+--> LocalEngine: one queue, one runner with a head for each
 
-A model is loaded on a thread of an engine of its own. The loader asks whether another engine has
+A model is loaded by its own engine, on a thread. The loader asks whether another engine has
 the model's backbone (`Backbones.runner`). If so, that engine answers for the model, too: the
 model's own engine ends, and the event loop takes the other one (`ModelEngine.changed`). An engine
 is closed with its last model. `service.models.residency` decides which backbone is unloaded for

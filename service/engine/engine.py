@@ -296,7 +296,7 @@ class _PendingImage(NamedTuple):
 class PendingImages:
     """The queued and launched images of one engine, with the functions that take their outcomes.
 
-    Every image gets exactly one outcome: its result, or an error of its own. A timer of the event
+    Every image gets exactly one outcome: its own result or error. A timer of the event
     loop ends an image at its deadline, even if all threads are busy, and the queue does not launch
     it later. The images share one timer, because a timer for each takes 3 us.
 

@@ -57,7 +57,7 @@ class TextFeatures:
             async with asyncio.timeout(timeout):
                 for start in range(0, len(missing), _CHUNK):
                     async with self._tower_lock:
-                        # Other requests may have had some of them computed meanwhile.
+                        # Meanwhile some of these texts may be computed, for other requests.
                         new = self._take(missing[start : start + _CHUNK], features)
                         if new:
                             features |= await self._compute(new, tower)

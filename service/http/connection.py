@@ -284,7 +284,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.advance()
 
     def shutdown(self) -> None:
-        """Close the connection after its answer; without one, soon, in case a request arrives."""
+        """Close the connection after its answer, or once a last request may have arrived."""
 
         def close_idle() -> None:
             if self.request is None:  # otherwise the end of the answer closes it

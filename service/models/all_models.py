@@ -54,7 +54,7 @@ class Models(Names, ABC):
 
     @abstractmethod
     async def put(self, name: str, checkpoint: Checkpoint) -> bool:
-        """Load a model, or replace the one of that name; return whether the name is new.
+        """Load a model, or replace the model of this name; return whether the name is new.
 
         Raises:
             CheckpointRefused: the checkpoint cannot be served; the served version stays.

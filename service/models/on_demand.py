@@ -166,7 +166,12 @@ class OnDemandModels(Models):
                 logger.error("model %s: %s", key, reason)
                 self._pass_default_on(key)
             try:
-                await self._fit(key, caller, evict=not at_start or self._waiters[key] > 0)
+                await self._memory.fit(
+                    key,
+                    caller,
+                    evict=not at_start or self._waiters[key] > 0,
+                    may_unload=key != self.default_name,
+                )
             finally:
                 has_evicted = self.results["evicted"] > evicted
                 self._memory.charge(caller, model, has_evicted=has_evicted)
@@ -181,6 +186,3 @@ class OnDemandModels(Models):
     def _kept(self) -> set[str]:
         """Return the keys of models that are not unloaded for others."""
         return {self.default_name, *(key for key in self.served if self._waiters[key])}
-
-    async def _fit(self, key: str, caller: str, *, evict: bool) -> None:
-        await self._memory.fit(key, caller, evict=evict, may_unload=key != self.default_name)

@@ -23,7 +23,7 @@ from service.models.version import Version
 logger = logging.getLogger("vitserve")
 
 RESIDENCY_SECONDS: Final = 30.0
-"""Seconds for which a backbone stays that was loaded for a request.
+"""Seconds for which a backbone stays in memory after it was loaded for a request.
 
 One caller causes at most one load that unloads others in this time.
 """
@@ -94,7 +94,7 @@ class Residency:
     # Callers
 
     def require_share(self, caller: str, key: str) -> None:
-        """Raise `ModelsFull` if a load would unload others, as a recent load of the caller did."""
+        """Raise `ModelsFull` if a load would unload others again soon after the caller's last."""
         seconds = self._charged_until.get(caller, 0.0) - self._clock()
         if seconds > 0 and self.lacking(key):
             raise _full(
@@ -121,7 +121,7 @@ class Residency:
         """Unload backbones until a model fits, for a caller that is charged.
 
         Raises:
-            ModelsFull: the other models have work, or stay for some seconds.
+            ModelsFull: the other models are in use, or were loaded recently.
         """
         while lacking := self.lacking(key):
             models = self._to_evict(lacking, {key, *self._kept()}, caller)

@@ -86,7 +86,7 @@ class SwappableModels(OnDemandModels):
             self.results["loaded"] += 1
             self.on_change()
         async with self._load_lock:
-            await self._fit(key, "", evict=True)
+            await self._memory.fit(key, "", evict=True, may_unload=key != self.default_name)
         return model is None
 
     @asynccontextmanager

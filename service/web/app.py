@@ -107,7 +107,7 @@ def create_app(
         metrics: metrics in which the engines' owner counts batches.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of a model's state.
-        image_store: store shared with other processes; by default, the one of VIT_RECENT_URL.
+        image_store: store shared with other processes; by default, the store of VIT_RECENT_URL.
         clock: monotonic clock in seconds.
     """
     images = image_store or image_store_of(settings, metrics, clock)

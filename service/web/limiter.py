@@ -385,7 +385,8 @@ class ByteBudget(AnswerRoom):
         endable = [
             reader
             for reader, reading in self._readers.items()
-            if now - reading.began >= GRACE_SECONDS or newcomer != reader.caller == largest
+            if now - reading.began >= GRACE_SECONDS
+            or (reader.caller == largest and largest != newcomer)
         ]
         if not endable:
             return False

@@ -62,7 +62,7 @@ class PartHeaders:
     """Collects the headers of the current part; the parser calls its `on_` methods.
 
     Attributes:
-        name: name of the field; empty without one.
+        name: name of the field; empty if the part lacks it.
         encoding: unsupported encoding of a parameter; empty if the part does not have one.
         is_unchosen: whether the part is a file input in which no file was chosen, unless bytes
             follow.

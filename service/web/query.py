@@ -87,9 +87,10 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
 
 
 def require_no_parameters(path: str, query_string: bytes) -> None:
-    """Raise `InvalidParameter` if the address of a route without parameters has one."""
-    for name, _ in _pairs(query_string):
-        raise InvalidParameter(f"unknown parameter {name[:50]!r}; {path} takes none")
+    """Raise `InvalidParameter` if an address has parameters, but its route takes none."""
+    pairs = _pairs(query_string)
+    if pairs:
+        raise InvalidParameter(f"unknown parameter {pairs[0][0][:50]!r}; {path} takes none")
 
 
 def _pairs(query_string: bytes) -> list[tuple[str, str]]:

@@ -110,7 +110,7 @@ def _classes(tensors: Mapping[str, Tensor], stored_name: str, where: str) -> int
 
 
 def _code_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note if the config names code of its own, which is never run."""
+    """Return a note if the config names code, which is never run."""
     if not config.get("auto_map"):
         return ()
     name = config["architectures"][0]

@@ -57,7 +57,7 @@ class Family:
             an input size.
         architecture: fields of `ViTConfig` that the class itself fixes.
         vision_defaults: defaults of the nested `vision_config`, if the class has one.
-        key_bias: whether keys have a bias if queries and values have one.
+        key_bias: whether keys have a bias, too, if queries and values have a bias.
         resizes: whether the class itself takes any input size, so that `place` resizes positions.
         antialias: whether its `interpolate_pos_encoding` low-passes positions.
     """

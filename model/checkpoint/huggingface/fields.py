@@ -63,7 +63,7 @@ def number(value: Any, name: str, where: str, kind: type[int | float] = int) -> 
 
 
 def dinov2_fields(json: Json, where: str) -> dict[str, Any]:
-    """Return the fields that only a config of DINOv2 tells."""
+    """Return the fields that only a config of DINOv2 states."""
     ratio = number(required(json, "mlp_ratio", where), "mlp_ratio", where, float)
     width = number(required(json, "hidden_size", where), "hidden_size", where)
     hidden = int(width * ratio)
@@ -76,7 +76,7 @@ def dinov2_fields(json: Json, where: str) -> dict[str, Any]:
 
 
 def beit_fields(json: Json, where: str) -> dict[str, Any]:
-    """Return the fields that only a config of BEiT or data2vec-vision tells."""
+    """Return the fields that only a config of BEiT or data2vec-vision states."""
     size = json.get("image_size")
     if isinstance(size, list) and len(set(size)) != 1:
         raise CheckpointError(f"{where}: image_size: its class reads square sizes only")

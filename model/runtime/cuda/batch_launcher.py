@@ -52,7 +52,7 @@ class DeviceOps(Protocol):
         """Return a queue of work that is neither used for batches nor for other models' captures.
 
         Raises:
-            DeviceError: all of them are taken.
+            DeviceError: all of these queues are taken.
         """
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:

@@ -176,7 +176,7 @@ class KeptEntry:
         return manifest, NetworkGraph(model, manifest.outputs, request, reference)
 
     def head(self, manifest: Manifest) -> Head | None:
-        """Return the kept head; None if the model does not have one.
+        """Return the kept head; None if the entry lacks a head.
 
         Raises:
             OSError, RuntimeError: it cannot be read.

@@ -150,8 +150,9 @@ class AttentionQuery(BaseModel, frozen=True):
     def _check_drawing(self) -> None:
         """Raise `InvalidParameter` if a parameter of the drawing is wrong or does not apply."""
         if self.format != "png":
-            for name in sorted(self.model_dump(include=_DRAWING, exclude_none=True)):
-                raise InvalidParameter(f"{name} does not apply to format {self.format!r}")
+            names = self.model_dump(include=_DRAWING, exclude_none=True)
+            if names:
+                raise InvalidParameter(f"{min(names)} does not apply to format {self.format!r}")
         if self.colormap is not None and self.colormap not in COLORMAPS:
             raise InvalidParameter(
                 f"colormap {self.colormap!r}: expected one of {', '.join(COLORMAPS)}"

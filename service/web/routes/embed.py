@@ -118,7 +118,7 @@ async def embed(request: Request, query: EmbedOneQuery) -> Response:
 async def embed_batch(request: Request, query: EmbedQuery) -> Response:
     """Return the embeddings of several pictures, multipart fields `file`.
 
-    Each has its own answer or its own error. With `npy`, the first error fails the request.
+    Each picture has its own answer or error. With `npy`, the first error fails the request.
     """
     model = await model_of(request, query.model)
     check_early(request, query, model)
