@@ -161,6 +161,11 @@ def is_visible(text: str) -> bool:
     return not _INVISIBLE.issuperset(map(unicodedata.category, text))
 
 
+def folded(label: str) -> str:
+    """Return the form that labels have in common if they differ only by case or spaces."""
+    return " ".join(label.split()).casefold()
+
+
 def checked_label(text: str) -> str:
     """Return the label of an example in NFC, without surrounding spaces; raise `InputError`."""
     [label] = checked_texts([unicodedata.normalize("NFC", text)], "label", 1)

@@ -122,6 +122,22 @@ def test_a_head_answers_beside_its_backbone(server: Served, pictures: Pictures) 
     assert seen["colours"]["predictions"][0]["label"] == "red"
 
 
+def test_a_folder_of_another_case_is_refused(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teach_colours(server, "cases", 2)
+    for label, colour in {"RED": RED, "blue": BLUE}.items():
+        (tmp_path / label).mkdir()
+        for seed in range(2):
+            (tmp_path / label / f"{seed}.png").write_bytes(picture(colour, seed))
+    assert main(["teach", "cases", str(tmp_path), "--url", server.url]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if "vitserve:" in line]
+    assert len(errors) == 1 and "'RED' differs only by case or spaces from 'red'" in errors[0]
+    answer = server.client.put("/heads/cases/examples/1", params={"label": "Red"})
+    assert problem(answer) == (422, "invalid_parameter")
+    assert described(server, "cases")["examples"] == {"red": 2, "blue": 2}
+
+
 def test_an_unlike_picture_is_abstained_from(server: Served) -> None:
     answer = server.classify(picture(GREEN, 1), "model=colours").json()
     assert (answer["abstained"], answer["abstained_by"]) == (True, "distance")

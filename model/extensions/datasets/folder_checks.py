@@ -9,7 +9,7 @@ from model.extensions.datasets.remarks import unread_tables
 from model.extensions.datasets.split_names import TRAIN, is_unlabelled, role_of
 from model.extensions.datasets.splits import Split
 from model.images.listing import MAX_LISTED, Listing, list_folder, listed
-from model.label_texts import hidden_character, is_visible
+from model.label_texts import folded, hidden_character, is_visible
 
 
 def refuse_flat_splits(listing: Listing) -> None:
@@ -86,10 +86,10 @@ def _check_labels(root: Path, labels: Sequence[str]) -> None:
             raise DatasetError(
                 f"{root}: the name {label!a} has {what} cannot be printed: rename it"
             )
-        other = seen.setdefault(label.casefold(), label)
+        other = seen.setdefault(folded(label), label)
         if other != label:
             raise DatasetError(
-                f"{root}: the classes {other!r} and {label!r} differ only by upper and lower case; "
+                f"{root}: the classes {other!r} and {label!r} differ only by case or spaces; "
                 "rename or merge them"
             )
     if len(seen) < len(labels):

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from model.extensions.taught.known_examples import equal_pairs, first_equal_indices
 from model.extensions.taught.taught_heads import Features
-from service.errors import Forbidden, NotFound
+from model.label_texts import folded
+from service.errors import Forbidden, InvalidParameter, NotFound
 from service.extensions.teach.database import HeadsDatabase
 from service.extensions.teach.errors import HeadFull, HeadWithoutBackbone
 from vitserve.head_documents import ExampleDocument
@@ -125,6 +126,7 @@ class Examples:
             NotFound: the permitted head was deleted.
             Forbidden: another key has begun a head of this name meanwhile.
             HeadWithoutBackbone: the head's other examples have other features.
+            InvalidParameter: the label differs only by case or spaces from one that the head has.
             HeadFull: a limit of heads, labels, examples or bytes is reached.
         """
         with self.database.writing() as db:
@@ -146,6 +148,7 @@ class Examples:
                 raise HeadWithoutBackbone(
                     f"{name}: its examples are of another backbone than that of {backbone[1]}"
                 )
+            _require_one_spelling(db, name, head, label)
             query = (
                 "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
             )
@@ -199,8 +202,10 @@ class Examples:
         Raises:
             NotFound: the example is unknown.
             HeadFull: the head has the most labels already.
+            InvalidParameter: as `add`.
         """
         with self.database.writing() as db:
+            _require_one_spelling(db, head.name, head.id, label)
             update = "UPDATE examples SET label = ? WHERE head = ? AND number = ?"
             if not db.execute(update, [label, head.id, min(number, _NO_NUMBER)]).rowcount:
                 raise NotFound(f"{head.name}: there is no such example")
@@ -313,6 +318,19 @@ def _require_share(db: sqlite3.Connection, name: str, creator: str) -> None:
         raise HeadFull(
             f"{name}: {of_creator - 1} of {MAX_HEADS} heads were begun by this key or address, "
             f"and the rest is for others: {_REMEDY}"
+        )
+
+
+def _require_one_spelling(db: sqlite3.Connection, name: str, head: int, label: str) -> None:
+    """Raise `InvalidParameter` for a new label that differs only by case or spaces from another."""
+    labels = [
+        row[0] for row in db.execute("SELECT DISTINCT label FROM examples WHERE head = ?", [head])
+    ]
+    similar = [other for other in labels if folded(other) == folded(label)]
+    if similar and label not in similar:
+        raise InvalidParameter(
+            f"label: {label!r} differs only by case or spaces from {similar[0]!r}, a label of "
+            f"{name}: use {similar[0]!r}, or move its examples to a label of another name first"
         )
 
 

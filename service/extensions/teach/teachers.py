@@ -14,17 +14,17 @@ from service.cli.answers import Embedding, LocalAnswers, ServerAnswers
 from service.cli.image_files import writing
 from service.extensions.teach.fit import taught_head
 from service.extensions.teach.heads import features_of
-from vitserve.client import ProblemError
+from vitserve.client import Conflict, Forbidden, InvalidParameter, NotFound
 from vitserve.head_documents import HeadDescription, Knowledge
 
 _POLL_SECONDS: Final = 0.25
 """Interval at which a server is asked whether it has fitted a head."""
 _FIT_SECONDS: Final = 120.0
 
-_ALL_PICTURES_REFUSED: Final = (403, 404, 409)
-"""Statuses that every other picture would get too.
+_ALL_PICTURES_REFUSED: Final = (Forbidden, NotFound, Conflict, InvalidParameter)
+"""Errors that do not depend on the picture.
 
-Teaching is forbidden or off, the name is taken, or the head is full.
+Teaching is forbidden or off, the name is taken, the head is full, or it spells the label otherwise.
 """
 
 
@@ -87,10 +87,8 @@ class ServerTeacher:
         def add(file: Path) -> int:
             try:
                 return client.teach(head, labels[file], file, backbone=backbone).numbers[0]
-            except ProblemError as error:
-                if error.status in _ALL_PICTURES_REFUSED:
-                    raise InputError("name", str(error)) from None
-                raise
+            except _ALL_PICTURES_REFUSED as error:
+                raise InputError("name", str(error)) from None
 
         return self._answers.stream(list(labels), add)
 

@@ -96,6 +96,16 @@ def learned(page: Page, count: int) -> None:
     expect(page.locator("#known")).to_have_text(re.compile(rf"^\d.* of {count} pictures right"))
 
 
+def test_a_label_of_another_case_is_refused(found: Tab) -> None:
+    page = found.page
+    begin(page, "cases")
+    for label in ("dog", "Dog"):
+        page.get_by_label("New label").fill(label)
+        page.get_by_role("button", name="Add label").click()
+    expect(page.locator("#known")).to_contain_text("There is the label dog already")
+    expect(page.locator("#labels-list li")).to_have_count(1)
+
+
 def test_a_head_answers_once_it_has_pictures(open_teaching: Open) -> None:
     with open_teaching(**PHONE) as found:
         page = found.page

@@ -366,7 +366,14 @@ def test_links_between_classes_are_refused(root: Path) -> None:
         ),
         (
             lambda root: write_class(root / "Red", "red", 1),
-            "'Red' and 'red' differ only by upper and lower case",
+            "'Red' and 'red' differ only by case or spaces",
+        ),
+        (
+            lambda root: (
+                write_class(root / "a  b", "red", 1),
+                write_class(root / "a b", "red", 1),
+            ),
+            "'a  b' and 'a b' differ only by case or spaces",
         ),
         (shutil.rmtree, "data: cannot be read: No such file"),
         (
@@ -398,6 +405,7 @@ def test_links_between_classes_are_refused(root: Path) -> None:
         "hidden files",
         "one class",
         "case",
+        "spaces",
         "no folder",
         "wrapped",
         "nothing",

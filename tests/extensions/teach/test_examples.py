@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from model.extensions.taught.known_examples import first_equal_indices
-from service.errors import Forbidden, NotFound, SettingsError
+from service.errors import Forbidden, InvalidParameter, NotFound, SettingsError
 from service.extensions.teach import examples as module
 from service.extensions.teach.errors import HeadFull, HeadsUnavailable, HeadWithoutBackbone
 from service.extensions.teach.examples import Examples
@@ -117,6 +117,28 @@ def test_relabelling_merges_equal_examples(
     with pytest.raises(HeadFull, match="at most 2 labels"):
         store.relabel(before, 1, "cow")
     assert store.state(before)[0] == {"dog": 2, "cat": 1}
+
+
+def test_labels_of_one_head_differ_by_name(store: Examples) -> None:
+    add(store, "Straße 1", count=2)
+    add(store, "dog", count=2)
+    for label in ("DOG", "STRASSE 1", "Straße  1"):
+        with pytest.raises(InvalidParameter, match=r"only by case or spaces from '(dog|Straße 1)'"):
+            add(store, label)
+        with pytest.raises(InvalidParameter, match=r"a label of pets: use '(dog|Straße 1)'"):
+            store.relabel(store.head("pets"), 1, label)
+    assert store.state(store.head("pets"))[0] == {"Straße 1": 2, "dog": 2}
+    add(store, "DOG", head="others")
+
+
+def test_a_head_with_both_cases_keeps_them(store: Examples) -> None:
+    add(store, "dog", count=2)
+    add(store, "cat", count=2)
+    with store.database.writing() as db:  # an earlier version took both
+        db.execute("UPDATE examples SET label = 'Dog' WHERE label = 'cat'")
+    assert add(store, "Dog") == {"dog": 2, "Dog": 3}
+    assert add(store, "dog") == {"dog": 3, "Dog": 3}
+    assert store.relabel(store.head("pets"), 3, "dog") == {"dog": 4, "Dog": 2}
 
 
 def test_comparison_takes_little_memory(store: Examples) -> None:

@@ -13,6 +13,8 @@ const LABEL = /^(?=.*[^\p{Cf}\p{Mn}\p{Zs}])[^\p{Cc}\u2028-\u202e\u2066-\u2069\uf
 const BAD_LABEL = "A label has 1 to 256 printable characters.";
 const LAST = "vitserve.classifier"; // key in the browser's storage for the name of the last classifier
 const labelOf = (id) => byId(id).value.normalize("NFC").trim();
+/** The form that labels have in common if they differ only by case or spaces. */
+const folded = (label) => label.split(/\s+/).join(" ").toLowerCase();
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
@@ -93,6 +95,8 @@ class Teaching {
     const label = labelOf("new-label");
     byId("new-label").setAttribute("aria-invalid", !LABEL.test(label));
     if (!LABEL.test(label)) return this.tell(BAD_LABEL);
+    const similar = [...this.labels.keys()].find((other) => folded(other) === folded(label));
+    if (similar && similar !== label) return this.tell(`There is the label ${similar} already: add the pictures to it.`);
     return this.addLabel(label, true);
   }
 
