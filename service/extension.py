@@ -93,7 +93,7 @@ class Extension(model_extension.Extension):
             arguments are the settings and the loader of predictors.
         routes: returns routes, and may put their shared objects into `app.state`.
         around: returns the application inside middleware. It sees requests before their key and
-            origin are checked, and after their log entry is begun.
+            origin are checked; only the request log and the answers to errors are outside it.
         beside: context around the running application, entered in each web process before
             requests are accepted.
         page: folder with `main.js` and `main.css`, which the page at / loads, and further files;

@@ -68,8 +68,8 @@ class ApiKey:
     def owner(self) -> str:
         """Return the configured name, or a digest of the secret.
 
-        Default names count positions, which change with the list. The digest is not shown to
-        callers; see `Examples.owner_of`.
+        Default names count positions, which change with the list. Do not show the digest to
+        callers.
         """
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 

@@ -4,7 +4,7 @@ ClientError
   Unreachable          nothing answered: no listener, a broken connection, or a timeout
   ForeignAnswer        another server than vitserve answered
   ProblemError         the service refused the request with a problem document
-    InvalidRequest       400, 405, 413, 415, 421, 422: this request would be refused again
+    InvalidRequest       other 4xx, such as 400 and 422: this request would be refused again
       ImageRefused         the picture cannot be used; others can
       InvalidParameter     this model or service does not accept an option
     Unauthorized         401: the key is missing or wrong

@@ -20,7 +20,8 @@ class Retries:
     Attributes:
         tries: most times that a request is sent; 1 never repeats it.
         seconds: time from the first try to the start of the last one.
-        first_pause: seconds after the first try; each later pause is twice as long.
+        first_pause: longest pause in seconds after the first try, unless the service asks for more;
+            the limit doubles for each later pause, up to 8 seconds.
         clock: monotonic seconds.
         jitter: a random number in [0, 1), which spreads callers that were refused together.
     """

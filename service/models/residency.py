@@ -211,12 +211,9 @@ class Residency:
         return [
             backbone
             for backbone, models in ready.items()
-            if backbone not in kept_backbones and not any(map(_has_work, models))
+            if backbone not in kept_backbones
+            and not any(model.current.requests for model in models)
         ]
-
-
-def _has_work(model: LocalModel) -> bool:
-    return model.current.requests > 0
 
 
 def _last_used(models: list[LocalModel]) -> float:

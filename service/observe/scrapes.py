@@ -19,7 +19,7 @@ class Scrapes:
     However many clients scrape, writing texts takes at most a fifth of the event loop's time:
 
         scrape A   begins a text of 30 ms
-        scrape B   arrives after it; the next text may begin 120 ms after the first one
+        scrape B   arrives after it; the next text may begin 120 ms after the end of the first one
         scrape C   arrives meanwhile, and gets the same text as B
 
     Args:

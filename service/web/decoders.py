@@ -154,7 +154,7 @@ class _Decoder:
 
 
 class Decoders:
-    """Decodes files in separate processes; `on_restart` is called for each that died.
+    """Decodes files in separate processes; `on_restart` is called for each that died or was ended.
 
     Attributes:
         processes: most simultaneous jobs, at most one for each core; callers keep this limit.

@@ -127,8 +127,7 @@ class Limiter:
                 del self._held[caller]
 
     def _leaves_some(self, count: int, caller: str) -> bool:
-        held = self._held[caller] if caller else 0
-        return _leaves_some(held, count, self.capacity, self.in_use)
+        return _leaves_some(self._held[caller], count, self.capacity, self.in_use)
 
 
 def _leaves_some(held: int, count: int, capacity: int, in_use: int) -> bool:
