@@ -96,9 +96,12 @@ def without_quotes(value: str) -> str:
 
 
 def _list_items(value: str, noun: str, example: str) -> list[str]:
-    """Return the items of a comma-separated or JSON list."""
+    """Return the items of a comma-separated or JSON list; a comma may follow the last one."""
     if not value.lstrip().startswith("["):
-        return [part.strip() for part in value.split(",") if part.strip()]
+        parts = [part.strip() for part in value.strip().removesuffix(",").split(",")]
+        if not all(parts):
+            raise ValueError(f"expected {noun} between commas; one is empty: is a variable unset?")
+        return parts
     try:
         items = json.loads(value)
     except (ValueError, RecursionError):

@@ -168,6 +168,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("checkpoint_folder", __file__, "expected the path of a folder; this is a file"),
     ("cache_dir", __file__, "expected the path of a folder; this is a file"),
     ("allowed_hosts", "none", "not a host's name"),
+    ("allowed_hosts", "a.example,,b.example", "one is empty: is a variable unset?"),
+    ("cors_origins", ",https://a.example", "expected origins between commas; one is empty"),
     ("allowed_hosts", ".example.org", "*.example.org"),
     ("thresholds", '{"cat": 0.4, "cat": 0.5}', "'cat' is given twice"),
     ("model_name", "cat,dog", "without commas"),
