@@ -288,7 +288,8 @@ class ModelDescription(BaseModel):
     classes: int
     pool: str | None = None
     runtime: Annotated[
-        str, Field(description="who implements the network: `vitserve`, or a library, as `timm`")
+        str,
+        Field(description="who implements the network: `vitserve`, or a library such as `timm`"),
     ] = "vitserve"
     runtime_version: Annotated[str | None, Field(description="version of the library")] = None
     temperature: float

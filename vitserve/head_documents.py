@@ -40,7 +40,7 @@ class Suspect(BaseModel):
 
 
 class Knowledge(BaseModel):
-    """What a taught head knows of itself."""
+    """The accuracy of a taught head, and the examples to look at again."""
 
     accuracy: Annotated[
         Accuracy | None, Field(description="absent until the head has been fitted")

@@ -25,7 +25,8 @@ Absent = SkipJsonSchema[None]
 """Type of None as a parameter's default; OpenAPI leaves it out."""
 
 ModelName = Annotated[
-    str | Absent, Field(description="a name from GET /models; default the default model")
+    str | Absent,
+    Field(description="a name from GET /models; without it, the default model answers"),
 ]
 """The parameter `model`."""
 

@@ -48,7 +48,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
     model: Annotated[
         str | Absent,
         Field(
-            description="a name from GET /models; default the default model; "
+            description="a name from GET /models; without it, the default model answers; "
             "/classify takes several names, comma-separated, or `*` for all models"
         ),
     ] = None
