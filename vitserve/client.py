@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import (
     AsyncIterable,
@@ -216,6 +217,8 @@ class _Service:
 class Client(_Service, BlockingMethods):
     """A blocking client for any number of threads; as a context manager it closes its connections.
 
+    A forked process, as of `multiprocessing`, gets connections of its own.
+
     Args:
         url: address of the service.
         api_key: key to send as `Authorization: Bearer`.
@@ -246,10 +249,15 @@ class Client(_Service, BlockingMethods):
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         super().__init__(url, api_key, timeout, retries, shrink)
-        if transport is None:
-            transport = self._transport(httpx.HTTPTransport)
-        self._http = httpx.Client(transport=transport, **self._options)
+        self._given_transport = transport
+        self._connect()
         self._sleep = sleep
+
+    def _connect(self) -> None:
+        """Begin without connections, in this process."""
+        transport = self._given_transport or self._transport(httpx.HTTPTransport)
+        self._http = httpx.Client(transport=transport, **self._options)
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -285,6 +293,9 @@ class Client(_Service, BlockingMethods):
         return send
 
     def _send(self, request: Request[Answer]) -> Answer:
+        if os.getpid() != self._process:
+            # A forked process would read the answers of its parent's requests.
+            self._connect()
         if self._shrink and request.can_shrink:
             if self._needs_side():
                 self._keep_side(self.model())
@@ -302,7 +313,10 @@ class Client(_Service, BlockingMethods):
 
 
 class AsyncClient(_Service, AsyncMethods):
-    """An asynchronous client with the arguments, methods and errors of `Client`."""
+    """An asynchronous client with the arguments, methods and errors of `Client`.
+
+    Each event loop gets connections of its own.
+    """
 
     _http: httpx.AsyncClient
 
@@ -318,10 +332,15 @@ class AsyncClient(_Service, AsyncMethods):
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         super().__init__(url, api_key, timeout, retries, shrink)
-        if transport is None:
-            transport = self._transport(httpx.AsyncHTTPTransport)
-        self._http = httpx.AsyncClient(transport=transport, **self._options)
+        self._given_transport = transport
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connect()
         self._sleep = sleep
+
+    def _connect(self) -> None:
+        """Begin without connections."""
+        transport = self._given_transport or self._transport(httpx.AsyncHTTPTransport)
+        self._http = httpx.AsyncClient(transport=transport, **self._options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -356,6 +375,10 @@ class AsyncClient(_Service, AsyncMethods):
         return send
 
     async def _send(self, request: Request[Answer]) -> Answer:
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            self._connect()  # connections belong to one event loop
+        self._loop = loop
         if self._shrink and request.can_shrink:
             if self._needs_side():
                 self._keep_side(await self.model())
