@@ -1,4 +1,4 @@
-"""Measures an engine process: processes send it pixels, as web workers do, but decode nothing."""
+"""Measures an engine process: processes send it pixels, as web workers without a free slot do."""
 
 import asyncio
 import itertools

@@ -34,6 +34,7 @@ from benchmarks.processors import thread_seconds
 from benchmarks.record import Record, command_line, table
 from model.config import PreprocessConfig, ViTConfig
 from model.description import Description
+from model.images.preprocess import ModelInput, Region
 from model.outputs import RequestedOutputs
 from model.runtime.backend import Backend, HostOutputs, Images, Parts, TorchPasses
 from model.runtime.batch_request import BatchRequest
@@ -43,12 +44,13 @@ from service.engine.backbones import Backbones
 from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
+from service.extensions.cluster.remote_images import RemoteImageStore
 from service.extensions.cluster.remote_model import RemoteModels
 from service.extensions.cluster.shared_pixels import SharedPixels, shared_memory
 from service.models.local_models import LocalModels
 from service.process_memory import NEW_OBJECTS, bound_heaps
 from service.settings import Settings, load_settings
-from service.web.image_stores import MemoryImageStore
+from service.web.image_stores import MemoryImageStore, new_image_id
 
 _TOP_K: Final = 5
 _CLASSES: Final = 1000
@@ -169,23 +171,29 @@ async def serve(
         settings, lambda own, _: load_null(own, arguments.size, arguments.rate), count
     )
     models = LocalModels(settings, backbones.engine)
-    images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+    images = MemoryImageStore(ttl=60, max_bytes=settings.recent_bytes)
     await EngineServer(models, images, shared).start(path)
     await asyncio.Event().wait()
 
 
-async def ask(path: Path, shared: SharedPixels, load: Load, size: int, results: Any) -> None:
+async def ask(
+    path: Path, shared: SharedPixels, load: Load, arguments: argparse.Namespace, results: Any
+) -> None:
     """Keep this client's share of the pictures in progress.
 
     `results` gets the answered pictures and the processor seconds of the measurement.
     """
-    models = RemoteModels([EngineClient(path, "auto", shared)])
+    engine = EngineClient(path, "auto", shared)
+    models = RemoteModels([engine])
+    images = RemoteImageStore(engine)
     ready = asyncio.Event()
     models.start(lambda: ready.set() if models.default.current.engine.ready else None)
     await ready.wait()
     generator = np.random.default_rng(0)
     requested = RequestedOutputs(_TOP_K)
-    noise = [generator.integers(0, 256, (size, size, 3), np.uint8) for _ in range(16)]
+    shape = (arguments.size, arguments.size, 3)
+    noise = [generator.integers(0, 256, shape, np.uint8) for _ in range(16)]
+    region = Region(0, 0, *shape[:2])
     answered = 0
 
     async def one() -> None:
@@ -193,6 +201,8 @@ async def ask(path: Path, shared: SharedPixels, load: Load, size: int, results: 
         for pixels in itertools.cycle(noise):
             request = InferenceRequest(pixels, requested)
             await models.default.current.engine.infer(request, timeout=60)
+            if arguments.keep:
+                await images.put(ModelInput(pixels, region), new_image_id())
             answered += 1
 
     tasks = [asyncio.create_task(one()) for _ in range(_UNDER_WAY // load.clients)]
@@ -234,7 +244,7 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
                 core = others[number % len(others)]
                 part = SharedPixels(shared, number)
                 processes.append(
-                    _started(fork, core, partial(ask, path, part, load, arguments.size, each))
+                    _started(fork, core, partial(ask, path, part, load, arguments, each))
                 )
             time.sleep(_HEAD_START)
             before = thread_seconds(engine.pid or 0)
@@ -280,6 +290,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="largest batch")
     parser.add_argument("--size", type=int, default=224, help="pixels of a picture's side")
     parser.add_argument("--clients", nargs="+", type=int, default=_CLIENTS, metavar="NUMBER")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the pictures, too, as POST /classify does"
+    )
     parser.add_argument("--name", default="engine", help="section of the record")
     return parser.parse_args(argv)
 

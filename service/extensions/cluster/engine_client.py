@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
@@ -84,11 +86,12 @@ class EngineClient:
     Args:
         path: path of the engine's socket.
         device: device in the status before the engine publishes one.
+        shared: this worker's slots in the memory of the engine.
+
     Attributes:
         published: last published values.
         leases: versions that the engine keeps for this worker, by model name and lease number.
         pending: this worker's requests without an answer, by id.
-        shared: the slots for its pictures in the memory of the engine.
     """
 
     def __init__(self, path: Path, device: str, shared: SharedPixels) -> None:
@@ -96,7 +99,7 @@ class EngineClient:
         self.published = frames.StatusChanged(status, StoreUsage(), {}, {})
         self.leases: dict[str, dict[int, EngineLease]] = {}
         self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
-        self.shared = shared
+        self._shared = shared
         self._silent_checks = 0
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
@@ -135,6 +138,12 @@ class EngineClient:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    def put(self, pixels: NDArray[np.uint8]) -> frames.Pixels:
+        """Copy pixels for a request that follows at once; raises `EngineUnavailable` as `ask`."""
+        if self._connection is None or self.is_silent:
+            raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
+        return frames.Pixels.of(pixels, self._shared)
 
     async def ask(self, request: frames.Request) -> Any:
         """Send a request, and return its result; raises the error of a failed request.
@@ -214,7 +223,7 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
         self.pending.clear()
-        self.shared.clear()
+        self._shared.clear()
         status = self.published.status
         if status.state != "closed":  # a closed engine has published its reason
             status = replace(status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
@@ -265,5 +274,5 @@ class EngineClient:
         else:
             future.set_result(frames.result_of(frame, request))
         del self.pending[frame.id]
-        if isinstance(request, frames.Submit) and isinstance(request.data, int):
-            self.shared.free(request.data)
+        if isinstance(request, frames.Submit | frames.Put):
+            self._shared.free(request.pixels.data)

@@ -25,8 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from model.images.preprocess import ModelInput
 from service.background import Tasks, keep_running
 from service.engine.backbones import ModelEngine
+from service.engine.messages import InferenceRequest
 from service.engine.streams import Outcome
 from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
@@ -267,7 +269,7 @@ class _Worker:
         try:
             engine = self._grants[submit.lease].version.engine
             answer = partial(self._send_outcome, id_)
-            image = submit.image(self._server.shared)
+            image = InferenceRequest(submit.pixels.array(self._server.shared), submit.requested)
             self._pending[id_] = engine.submit(image, submit.timeout, answer)
         except Exception as error:  # noqa: BLE001  a defect fails only its own request
             self._send_error(id_, error)
@@ -307,7 +309,8 @@ class _Worker:
             case frames.EmbedTexts(lease, texts, timeout):
                 engine = self._grants[lease].version.engine
                 result = await engine.embed_texts(texts, timeout=timeout)
-            case frames.Put(picture, image_id):
+            case frames.Put(pixels, region, image_id):
+                picture = ModelInput(pixels.array(self._server.shared).copy(), region)
                 result = await self._server.images.put(picture, image_id)
             case frames.Get(image_id):
                 result = await self._server.images.get(image_id)

@@ -30,10 +30,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from model.images.preprocess import ModelInput
+from model.images.preprocess import ModelInput, Region
 from model.outputs import RequestedOutputs
 from service import errors
-from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 from service.extensions.cluster.shared_pixels import SharedPixels
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
@@ -65,35 +65,37 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Base of all frames: a MessagePack array that begins with the class's tag."""
 
 
-class Submit(_Frame, frozen=True, tag=1):
-    """Requests the outputs of one image.
+class Pixels(_Frame, frozen=True, tag=0):
+    """The pixels of a picture.
 
     Attributes:
         shape: (H, W, C).
-        data: bytes of the pixels, a view of the received frame; or their slot in shared memory.
-        timeout: seconds from now until its batch must start.
+        data: their slot in shared memory; or their bytes, a view of the received frame.
     """
 
-    lease: int
     shape: tuple[int, int, int]
-    data: memoryview | int
-    requested: RequestedOutputs
-    timeout: float
+    data: int | memoryview
 
     @classmethod
-    def of(cls, lease: int, image: InferenceRequest, timeout: float, shared: SharedPixels) -> Self:
-        """Return the frame that carries an image, or its slot."""
-        high, wide, channels = image.pixels.shape
-        data = shared.put(image.pixels)
-        return cls(lease, (high, wide, channels), data, image.requested, timeout)
+    def of(cls, pixels: NDArray[np.uint8], shared: SharedPixels) -> Self:
+        """Copy pixels into a slot, if one is free."""
+        high, wide, channels = pixels.shape
+        return cls((high, wide, channels), shared.put(pixels))
 
-    def image(self, shared: memoryview) -> InferenceRequest:
-        """Return the image; raises `ValueError` if the number of bytes does not match the shape."""
+    def array(self, shared: memoryview) -> NDArray[np.uint8]:
+        """Return a view; raises `ValueError` if the number of bytes does not match the shape."""
         if isinstance(self.data, int):
-            pixels = np.ndarray(self.shape, np.uint8, shared, self.data)
-        else:
-            pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
-        return InferenceRequest(pixels, self.requested)
+            return np.ndarray(self.shape, np.uint8, shared, self.data)
+        return np.frombuffer(self.data, np.uint8).reshape(self.shape)
+
+
+class Submit(_Frame, frozen=True, tag=1):
+    """Requests the outputs of one image, whose batch must start in `timeout` seconds from now."""
+
+    lease: int
+    pixels: Pixels
+    requested: RequestedOutputs
+    timeout: float
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):
@@ -126,7 +128,8 @@ class Change(_Frame, frozen=True, tag=3):
 class Put(_Frame, frozen=True, tag=6):
     """Requests to keep a picture for GET /attention; the result is whether it is kept."""
 
-    picture: ModelInput
+    pixels: Pixels
+    region: Region
     image_id: str
 
 

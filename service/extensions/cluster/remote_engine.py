@@ -57,9 +57,9 @@ class RemoteEngine:
         first = next(self._turns) % len(usable)  # equal engines take turns
         in_turn = usable[first:] + usable[:first]
         lease = min(in_turn, key=lambda lease: len(lease.client.pending))
-        result: InferenceResult = await lease.client.ask(
-            frames.Submit.of(lease.id, request, timeout, lease.client.shared)
-        )
+        pixels = lease.client.put(request.pixels)
+        submit = frames.Submit(lease.id, pixels, request.requested, timeout)
+        result: InferenceResult = await lease.client.ask(submit)
         return result
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:

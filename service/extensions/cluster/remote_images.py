@@ -1,7 +1,5 @@
 """The image store of a web worker: an engine process keeps the pictures."""
 
-from typing import Any
-
 from model.images.preprocess import ModelInput
 from service.errors import EngineUnavailable
 from service.extensions.cluster import frames
@@ -17,12 +15,19 @@ class RemoteImageStore:
 
     async def put(self, picture: ModelInput, image_id: str) -> bool:
         """Keep a picture; return whether it is kept, false if the engine has ended."""
-        return bool(await self._ask(frames.Put(picture, image_id)))
+        try:
+            pixels = self._engine.put(picture.pixels)
+            return bool(await self._engine.ask(frames.Put(pixels, picture.region, image_id)))
+        except EngineUnavailable:
+            return False
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture; None if it is not kept (any more), or the engine has ended."""
-        picture: ModelInput | None = await self._ask(frames.Get(image_id))
-        return picture
+        try:
+            picture: ModelInput | None = await self._engine.ask(frames.Get(image_id))
+            return picture
+        except EngineUnavailable:
+            return None
 
     def usage(self) -> StoreUsage:
         """Return the usage that the engine published last."""
@@ -30,9 +35,3 @@ class RemoteImageStore:
 
     async def close(self) -> None:
         """Do nothing: the memory belongs to the engine process."""
-
-    async def _ask(self, request: frames.Request) -> Any:
-        try:
-            return await self._engine.ask(request)
-        except EngineUnavailable:
-            return None

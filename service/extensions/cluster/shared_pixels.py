@@ -49,6 +49,7 @@ class SharedPixels:
         self._bytes[slot] = pixels.nbytes
         return slot
 
-    def free(self, slot: int) -> None:
-        """Free a slot."""
-        self._free[self._bytes.pop(slot)].append(slot)
+    def free(self, slot: int | memoryview) -> None:
+        """Free a slot; bytes without a slot have no effect."""
+        if isinstance(slot, int):
+            self._free[self._bytes.pop(slot)].append(slot)

@@ -24,7 +24,7 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
 )
-from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
+from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import CheckpointRefused, ModelsFull, QueueFull
 from service.extensions.cluster import frames
 from service.extensions.cluster.connection import MAX_BYTES, Connection
@@ -79,7 +79,11 @@ def results(draw: st.DrawFn) -> InferenceResult:
 
 
 PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
-PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
+CARRIED = st.builds(frames.Pixels.of, PIXELS, st.just(NO_SLOTS)) | st.builds(
+    frames.Pixels, st.just((3, 2, 3)), SMALL
+)
+REGIONS = st.builds(Region, *[st.floats(0, 100)] * 4)
+PICTURES = st.builds(ModelInput, PIXELS, REGIONS)
 ONE = st.builds(
     RequestedOutputs,
     SMALL,
@@ -112,13 +116,7 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(
-        frames.Submit.of,
-        SMALL,
-        st.builds(InferenceRequest, PIXELS, REQUESTED),
-        SECONDS,
-        st.just(NO_SLOTS),
-    ),
+    st.builds(frames.Submit, SMALL, CARRIED, REQUESTED, SECONDS),
     st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
         frames.Change,
@@ -128,7 +126,7 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
         st.text(),
         st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL),
     ),
-    st.builds(frames.Put, PICTURES, st.text()),
+    st.builds(frames.Put, CARRIED, REGIONS, st.text()),
     st.builds(frames.Get, st.text()),
 )
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
@@ -153,14 +151,12 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     ),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit.of(
-    1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0, NO_SLOTS
-)
+SUBMIT = frames.Submit(1, frames.Pixels((1, 1, 3), 0), RequestedOutputs(1), 1.0)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts(1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
-    st.tuples(st.builds(frames.Put, PICTURES, st.just("id")), st.booleans()),
+    st.tuples(st.builds(frames.Put, CARRIED, REGIONS, st.just("id")), st.booleans()),
     st.tuples(
         st.sampled_from([frames.Change("load_next", "m"), frames.Change("discard", reason="no")]),
         st.none(),
@@ -216,8 +212,11 @@ def test_frames_survive_any_cut_of_a_stream(sent: list[frames.Frame], cut: int) 
     cuts=st.lists(st.integers(0, 300_000), max_size=5),
 )
 def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
-    images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
-    sent = [frames.Call(n, SUBMIT.of(n, image, 1, NO_SLOTS)) for n, image in enumerate(images)]
+    pictures = [frames.Pixels.of(noise(n, size), NO_SLOTS) for n, size in enumerate(sizes)]
+    sent = [
+        frames.Call(n, frames.Submit(1, pixels, RequestedOutputs(1), 1.0))
+        for n, pixels in enumerate(pictures)
+    ]
     data = b"".join(map(frames.encode, sent))
     places = [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))

@@ -375,6 +375,7 @@ async def test_every_worker_finds_a_kept_picture() -> None:
         image_id = new_image_id()
         assert await stores[0].put(picture, image_id)
         assert image_id is not None
+        assert await stores[0].put(ModelInput(pixels(8), Region(1, 2, 3, 4)), new_image_id())
         for store in stores:
             found = await store.get(image_id)
             assert found is not None
@@ -383,7 +384,7 @@ async def test_every_worker_finds_a_kept_picture() -> None:
                 picture.pixels.tolist(),
             )
             assert await store.get("nobody") is None
-        await until(lambda: all(store.usage().pictures == 1 for store in stores))
+        await until(lambda: all(store.usage().pictures == 2 for store in stores))
         await service.devices[0].die()
         await until(lambda: service.workers[0].engines[0].status.state == "failed")
         assert (await stores[0].put(picture, "id"), await stores[0].get(image_id)) == (False, None)
@@ -667,6 +668,15 @@ async def test_invalid_frames_end_one_connection(
             writer.close()
         assert caplog.text.count("connection of a worker") == 3
         await check([ask(model, 1)], [1])
+
+
+@on_a_loop
+async def test_a_refused_picture_takes_no_slot() -> None:
+    slots = SharedPixels(shared_memory(1), 0)
+    client = EngineClient(Path("nowhere"), "cpu", slots)
+    with pytest.raises(EngineUnavailable, match="the model is loading"):
+        client.put(pixels(1))
+    assert slots.put(pixels(1)) == 0  # the first one
 
 
 @on_a_loop
