@@ -5,7 +5,7 @@ from itertools import combinations
 from pathlib import Path
 
 from model.errors import DatasetError
-from model.extensions.datasets.remarks import unread_tables
+from model.extensions.datasets.remarks import Remarks, unread_tables
 from model.extensions.datasets.split_names import TRAIN, is_unlabelled, role_of
 from model.extensions.datasets.splits import Split
 from model.images.listing import MAX_LISTED, Listing, list_folder, listed
@@ -14,15 +14,17 @@ from model.label_texts import folded, hidden_character, is_visible
 
 def refuse_flat_splits(listing: Listing) -> None:
     """Raise `DatasetError` if all folders have names of splits, but no class folders."""
-    roles = [role_of(folder.name) for folder in listing.folders]
     names = [folder.name for folder in listing.folders]
-    if len(set(roles)) > 1 and all(role_of(name) or is_unlabelled(name) for name in names):
+    roles = set(map(role_of, names))
+    is_split = len(roles) > 1 or (len(names) == 1 and not list_folder(listing.folders[0]).folders)
+    if is_split and all(role_of(name) or is_unlabelled(name) for name in names):
         files = [file for folder in listing.folders for file in list_folder(folder).files]
         tables = unread_tables(listing.path, (*listing.files, *files))
+        verbs = ("are named like splits", "have") if names[1:] else ("is named like a split", "has")
         raise DatasetError(
-            f"{listing.path}: {listed(f'{name}/' for name in names)} are named like splits, but "
-            f"have no class folders{tables and f'; {tables}'}: put the pictures of each class into "
-            f"a folder of its name, as {names[0]}/cat/"
+            f"{listing.path}: {listed(f'{name}/' for name in names)} {verbs[0]}, but {verbs[1]} no "
+            f"class folders{tables and f'; {tables}'}: put the pictures of each class into a "
+            f"folder of its name, as {names[0]}/cat/"
         )
 
 
@@ -46,35 +48,49 @@ def check_roles(root: Path, splits: Sequence[Split], pick: str) -> None:
             )
 
 
-def check_classes(root: Path, split: Split, files: Sequence[Path], least: int, pick: str) -> None:
+def check_classes(split: Split, remarks: Remarks, least: int, pick: str) -> None:
     """Raise `DatasetError` unless there are enough classes with distinct, printable names.
 
+    A single class is too few beside a table, which probably has the labels.
+
     Args:
-        root: folder of the split.
-        files: files outside the class folders.
+        split: the classes.
+        remarks: with the files outside the class folders of all splits.
         least: number of classes that are required.
         pick: option that names the folder to read, for messages.
     """
-    tables = unread_tables(root, files)
+    root = remarks.root / split.name
     if not split.folders:
-        count = Listing(root, (), tuple(files)).picture_count
+        count = Listing(root, (), tuple(remarks.ignored)).picture_count
         pictures = f"{count} pictures, but no class folders" if count else "no pictures"
+        tables = unread_tables(remarks.root, remarks.ignored)
         raise DatasetError(
             f"{root}: {pictures}: expected one folder of them for each class"
             f"{tables and f'; {tables}'}: move each picture into a folder with the name of its "
             "label"
         )
-    if len(split.folders) < least:
-        [only] = split.folders
-        hint = ": put the pictures of another class into a folder beside it"
-        if list_folder(only).holds_folders_only:
-            hint = f"; if its folders are the classes: {pick} {only}"
-        elif tables:
-            hint = f"; {tables}: move each picture into a folder with the name of its label"
-        raise DatasetError(
-            f"{root}: one class ({split.labels[0]!r}): at least two classes are required{hint}"
-        )
+    if len(split.folders) == 1:
+        _check_only_class(split, remarks, least, pick)
     _check_labels(root, split.labels)
+
+
+def _check_only_class(split: Split, remarks: Remarks, least: int, pick: str) -> None:
+    """Raise `DatasetError` if one class is too few."""
+    [only] = split.folders
+    listing = list_folder(only)
+    files = [file for folder in (only, *listing.folders) for file in list_folder(folder).files]
+    tables = unread_tables(remarks.root, [*remarks.ignored, *files])
+    if not tables and least <= 1:
+        return
+    hint = ""
+    if listing.holds_folders_only:
+        hint = f"; if its folders are the classes: {pick} {only}"
+    if tables:
+        hint += f"; {tables}: move each picture into a folder with the name of its label"
+    raise DatasetError(
+        f"{remarks.root / split.name}: one class ({split.labels[0]!r}): at least two classes are "
+        f"required{hint or ': put the pictures of another class into a folder beside it'}"
+    )
 
 
 def _check_labels(root: Path, labels: Sequence[str]) -> None:

@@ -110,13 +110,13 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
         remarks.ignored += listing.files
         refuse_flat_splits(listing)
         plain = Split.of_folders(".", TRAIN, listing.folders)
-        check_classes(root, plain, listing.files, least_classes, pick)
+        check_classes(plain, remarks, least_classes, pick)
         check_links(root, [plain])
         pictures = _list_pictures(plain, remarks)
         return PictureFolder(root, plain.labels, {TRAIN: pictures}, {}, remarks.lines())
     check_roles(root, splits, pick)
     for split in splits:
-        check_classes(root / split.name, split, (), least_classes, pick)
+        check_classes(split, remarks, least_classes, pick)
     check_same_classes(root, splits)
     check_links(root, splits)
     by_role = {str(split.role): split for split in splits}

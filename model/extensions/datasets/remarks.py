@@ -8,7 +8,7 @@ from typing import Final
 from model.images.listing import listed
 
 # Suffixes of tables that may list pictures with labels.
-_TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".parquet"})
+_TABLES: Final = frozenset({".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx"})
 
 
 def unread_tables(root: Path, files: Iterable[Path]) -> str:

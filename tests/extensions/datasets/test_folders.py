@@ -320,15 +320,37 @@ def test_unwanted_split_is_refused(tmp_path: Path) -> None:
             ["train/1.png", "test/2.png"],
             "test/, train/ are named like splits, but have no class folders; {}: put the pictures",
         ),
+        (
+            ["train/metadata.jsonl"],
+            ["train/1.png"],
+            "train/ is named like a split, but has no class folders; {}: put the pictures",
+        ),
+        (["images/labels.xlsx"], ["images/1.png"], r"one class \('images'\): .*; {}: move each"),
+        (
+            ["data/train/metadata.csv"],
+            ["data/train/1.png"],
+            r"one class \('data'\): .*; if its folders are the classes: --data .*; {}: move each",
+        ),
+        (
+            ["data/test/metadata.csv", "data/train/_annotations.coco.json"],
+            ["data/test/1.png", "data/train/1.png"],
+            r"one class \('data'\): at least two classes are required; {}: move each",
+        ),
+        (
+            ["train/metadata.csv", "validation/metadata.csv"],
+            ["train/images/1.png", "validation/images/1.png"],
+            r"train: one class \('images'\): .*; {}: move each",
+        ),
     ],
 )
+@pytest.mark.parametrize("least_classes", [1, 2])
 def test_tables_without_class_folders_are_named(
-    tmp_path: Path, tables: list[str], pictures: list[str], refusal: str
+    tmp_path: Path, tables: list[str], pictures: list[str], refusal: str, least_classes: int
 ) -> None:
     for name in (*tables, *pictures):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    unread = rf"labels are the names of folders, and not read from a table \({tables[0]}\)"
+    unread = rf"labels are the names of folders, and not read from a table \({tables[0]}[^)]*\)"
     with pytest.raises(DatasetError, match=refusal.format(unread)):
         find_pictures(tmp_path)
 
