@@ -182,7 +182,7 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
     file: io.BytesIO | None = None
     if name == "JPEG":
         data, orientation, scan = formats.strip_jpeg(data)
-        if formats.is_bounded_jpeg(data):
+        if formats.size_of_one_scan(data) is not None:
             file = _JpegFile(data, scan)
     elif name == "PNG":
         data, orientation = png.strip(data)

@@ -277,22 +277,27 @@ def is_bounded_jpeg(data: bytes | bytearray) -> bool:
     A file with several scans, such as a progressive file, is not bounded. It may have any number of
     scans, and each covers the whole picture.
     """
+    size = size_of_one_scan(data)
+    if size is None or len(data) > _MAX_BOUNDED_JPEG:
+        return False
+    width, height = size
+    return width * height <= _MAX_BOUNDED_PIXELS
+
+
+def size_of_one_scan(data: bytes | bytearray) -> tuple[int, int] | None:
+    """Return (width, height) of a file whose first Huffman-coded scan is all of it, else None."""
     frame = b""
     for marker, _, start, end in islice(_segments(data, _MAX_GAP), _MAX_BOUNDED_SEGMENTS):
         if marker == _SCAN:
-            height = int.from_bytes(frame[3:5], "big")
-            width = int.from_bytes(frame[5:7], "big")
-            return (
-                frame[2:3] == b"\x08"
-                and width * height <= _MAX_BOUNDED_PIXELS
-                and len(data) <= _MAX_BOUNDED_JPEG
-                and data[start + 2 : start + 3] >= frame[7:8]  # the scan has all components
-            )
+            # The samples have 8 bits, and the scan has all components.
+            if frame[2:3] != b"\x08" or data[start + 2 : start + 3] < frame[7:8]:
+                return None
+            return int.from_bytes(frame[5:7], "big"), int.from_bytes(frame[3:5], "big")
         if marker in _FRAMES:
             if marker not in _SEQUENTIAL:
-                return False
+                return None
             frame = bytes(data[start:end])
-    return False
+    return None
 
 
 def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int, int]:

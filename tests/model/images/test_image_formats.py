@@ -461,6 +461,14 @@ class TestScaledDecode:
         with pytest.raises(InvalidImage, match="bytes are missing"):
             preprocess(data[:-300] + data[-2:], config((16, 16)), scaled_decode=scaled_decode)
 
+    def test_a_loss_in_a_large_photo_is_told(self):
+        image = noise(104, 102).convert("L").resize((5200, 5100))  # more than a thread decodes
+        data = encode(image, "JPEG")
+
+        assert preprocess(data, config((16, 16))).shape == (16, 16, 3)
+        with pytest.raises(InvalidImage, match="bytes are missing"):
+            preprocess(data[:-1000] + data[-2:], config((16, 16)))
+
     @pytest.mark.parametrize("scaled_decode", [True, False])
     def test_the_pixel_limit_bounds_stored_size(self, scaled_decode):
         data = damageable("baseline")
