@@ -1,10 +1,11 @@
 """A CIFAR-10 folder and a recipe so small that a whole run takes a second."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from model.extensions.datasets.pictures import decode
+from model.extensions.datasets.pictures import Images, decode
 from model.extensions.evaluation.datasets import open_dataset
 from model.extensions.training.recipe import Recipe
 from model.extensions.training.training_data import TrainingData
@@ -23,14 +24,26 @@ def cifar(tmp_path: Path) -> Path:
     return write_cifar(tmp_path / "cifar")
 
 
-@pytest.fixture
-def data(cifar: Path, recipe: Recipe) -> TrainingData:
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> TrainingData:
     """Return the training pictures, split by the recipe."""
+    cifar = write_cifar(tmp_path_factory.mktemp("data") / "cifar")
+    recipe = tiny_recipe()
     dataset = open_dataset(cifar, recipe.validation, recipe.seed)
     train, validation = (
         decode(part, config((32, 32)), cifar) for part in (dataset.train, dataset.validation)
     )
     return TrainingData(train, validation, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+
+
+@pytest.fixture
+def few(data: TrainingData) -> TrainingData:
+    """Return 80 training and 40 validation pictures, for runs that need not learn."""
+    train, validation = (
+        Images(part.pixels[:count], part.labels[:count])
+        for part, count in ((data.train, 80), (data.validation, 40))
+    )
+    return replace(data, train=train, validation=validation)
 
 
 @pytest.fixture

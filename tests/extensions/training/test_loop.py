@@ -61,13 +61,13 @@ def test_training_learns_unseen_images(
     ("changes", "precision"), [({}, "bfloat16"), (EVERYTHING, "float32")], ids=["plain", "all"]
 )
 def test_a_resumed_run_equals_a_whole_one(
-    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
+    recipe: Recipe, few: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
 ) -> None:
     recipe = recipe.override({**changes, "precision": precision, "epochs": 2})
-    whole = trained(recipe, data, tmp_path / "whole")
-    interrupted_after(recipe, data, tmp_path / "parts", 1)
+    whole = trained(recipe, few, tmp_path / "whole")
+    interrupted_after(recipe, few, tmp_path / "parts", 1)
     torch.manual_seed(999)  # the rest of the process may have drawn numbers meanwhile
-    parts = make_trainer(recipe, data, tmp_path / "parts")
+    parts = make_trainer(recipe, few, tmp_path / "parts")
     parts.load()
     assert parts.epoch == 1
     parts.run()
@@ -75,7 +75,7 @@ def test_a_resumed_run_equals_a_whole_one(
 
 
 def test_each_part_of_a_recipe_has_an_effect(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
     plain = recipe.override({"epochs": 1, "mixing.mixup": 1.0, "optimiser.weight_decay": 0.0})
     changes: dict[str, Any] = {
@@ -94,19 +94,19 @@ def test_each_part_of_a_recipe_has_an_effect(
         "mixing.until": 0.0,
         "patch_dropout.rate": 0.25,
     }
-    first = trained(plain, data, tmp_path / "plain")
-    assert same(first, trained(plain, data, tmp_path / "again"))
+    first = trained(plain, few, tmp_path / "plain")
+    assert same(first, trained(plain, few, tmp_path / "again"))
     for name, value in changes.items():
-        assert not same(first, trained(plain.override({name: value}), data, tmp_path / name)), name
+        assert not same(first, trained(plain.override({name: value}), few, tmp_path / name)), name
 
 
 def test_a_restart_begins_the_schedule_anew(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
     changes = {"epochs": 4, "optimiser.restart": 0.5, "optimiser.restart_rate": 0.25}
     trainer = make_trainer(
         recipe.override(changes | {"patch_dropout.rate": 0.5, "patch_dropout.until": 0.5}),
-        data,
+        few,
         tmp_path,
     )
     dropped = []
@@ -117,20 +117,20 @@ def test_a_restart_begins_the_schedule_anew(
 
 
 def test_validation_images_are_not_learned(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
-    changed = Images(255 - data.validation.pixels, (data.validation.labels + 1) % CLASSES)
-    poisoned = replace(data, validation=changed)
-    one = trained(recipe, data, tmp_path / "a")
+    changed = Images(255 - few.validation.pixels, (few.validation.labels + 1) % CLASSES)
+    poisoned = replace(few, validation=changed)
+    one = trained(recipe, few, tmp_path / "a")
     other = trained(recipe, poisoned, tmp_path / "b")
     assert same_tensors(one.weights, other.weights)
 
 
 def test_the_best_validation_epoch_is_kept(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
     kept: dict[int, dict[str, torch.Tensor]] = {}
-    trainer = make_trainer(recipe.override(epochs=6), data, tmp_path)
+    trainer = make_trainer(recipe.override(epochs=6), few, tmp_path)
     trainer.run(
         lambda row: kept.update(
             {int(row["epoch"]): {name: w.clone() for name, w in trainer.weights.items()}}
@@ -156,24 +156,24 @@ class Payload:
 
 
 def test_a_state_of_another_run_is_refused(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
-    interrupted_after(recipe, data, tmp_path, 1)
+    interrupted_after(recipe, few, tmp_path, 1)
     with pytest.raises(TrainingError, match="another recipe"):
-        make_trainer(recipe.override(epochs=9), data, tmp_path).load()
+        make_trainer(recipe.override(epochs=9), few, tmp_path).load()
     for content in (b"", b"not a state"):
         (tmp_path / STATE_FILE).write_bytes(content)
         with pytest.raises(TrainingError, match=r"last\.pt: not a training state"):
-            make_trainer(recipe, data, tmp_path).load()
+            make_trainer(recipe, few, tmp_path).load()
     torch.save({"recipe": Payload()}, tmp_path / STATE_FILE)
     with pytest.raises(TrainingError, match="not a training state"):
-        make_trainer(recipe, data, tmp_path).load()
+        make_trainer(recipe, few, tmp_path).load()
 
 
 def test_a_diverged_run_keeps_its_good_state(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
+    recipe: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(recipe, data, tmp_path)
+    trainer = make_trainer(recipe, few, tmp_path)
 
     def poison(metrics: EpochMetrics) -> None:
         if metrics["epoch"] == 2:
@@ -181,7 +181,7 @@ def test_a_diverged_run_keeps_its_good_state(
 
     with pytest.raises(TrainingError, match="epoch 3: the loss is not finite"):
         trainer.run(poison)
-    kept = make_trainer(recipe, data, tmp_path)
+    kept = make_trainer(recipe, few, tmp_path)
     kept.load()
     assert kept.epoch == 2
     assert all(tensor.isfinite().all() for tensor in kept.weights.values())
@@ -297,15 +297,15 @@ def test_teacher_answers_ignore_the_batch(taught: Recipe, data: TrainingData) ->
     torch.testing.assert_close(answers(net, pixels[:3], FLOAT32), found[:3])
 
 
-def test_a_stem_gives_the_teachers_features(taught: Recipe, data: TrainingData) -> None:
-    net, _ = teacher_of(taught, data)
+def test_a_stem_gives_the_teachers_features(taught: Recipe, few: TrainingData) -> None:
+    net, _ = teacher_of(taught, few)
     config = (
         taught.architecture.config((32, 32), CLASSES).conv_stem if taught.architecture else None
     )
     assert config is not None
     stem = ConvStem(config, 3)
     stem.load_state_dict(stem_weights(net, config))
-    pixels = data.normalise(torch.from_numpy(data.validation.pixels[:8]))
+    pixels = few.normalise(torch.from_numpy(few.validation.pixels[:8]))
     with torch.no_grad():
         expected = net.groups[:2](F.gelu(net.whitening(pixels)))
         features = stem(pixels)
@@ -316,13 +316,13 @@ def test_a_stem_gives_the_teachers_features(taught: Recipe, data: TrainingData) 
 
 
 def test_a_frozen_stem_thaws_at_its_share(
-    taught: Recipe, data: TrainingData, tmp_path: Path
+    taught: Recipe, few: TrainingData, tmp_path: Path
 ) -> None:
     taught = taught.override({"teacher.frozen_stem": 0.5})
-    interrupted_after(taught, data, tmp_path / "broken", 1)
-    broken = make_trainer(taught, data, tmp_path / "broken")
+    interrupted_after(taught, few, tmp_path / "broken", 1)
+    broken = make_trainer(taught, few, tmp_path / "broken")
     broken.load()
-    net, _ = teacher_of(taught, data)
+    net, _ = teacher_of(taught, few)
     assert broken.config.conv_stem is not None
     for name, weight in stem_weights(net, broken.config.conv_stem).items():
         assert torch.equal(broken.weights[f"patch_embed.backbone.{name}"], weight)
