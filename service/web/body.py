@@ -84,13 +84,11 @@ async def read_picture(
     request: Request, admitted: AdmittedRequest, query: Q, *, fields: Collection[str] = (FIELD,)
 ) -> tuple[bytearray, Q]:
     """Return the only picture in the body, and the completed query; raises as `read_pictures`."""
-    files, query = await _read(request, admitted, query, 1, fields)
-    return require_file(files[0]), query
+    upload, query = await _read(request, admitted, query, 1, fields)
+    return require_file(upload.files[0]), query
 
 
-async def read_pictures(
-    request: Request, admitted: AdmittedRequest, query: Q
-) -> tuple[list[UploadedFile], Q]:
+async def read_pictures(request: Request, admitted: AdmittedRequest, query: Q) -> tuple[Upload, Q]:
     """Return the pictures in the body, and the query completed by the other fields of a form.
 
     Raises:
@@ -109,7 +107,7 @@ async def _read(
     most: int,
     fields: Collection[str] = (FIELD,),
     setting: str = "",
-) -> tuple[list[UploadedFile], Q]:
+) -> tuple[Upload, Q]:
     settings = admitted.service.settings
     limits = UploadLimits(
         settings.max_upload_bytes,
@@ -122,7 +120,7 @@ async def _read(
     upload = await read_files(admitted, limits)
     if upload.fields:
         query = merged(query, request.scope["query_string"], upload.fields)
-    return upload.files, query
+    return upload, query
 
 
 def require_file(file: UploadedFile) -> bytearray:
@@ -182,7 +180,7 @@ async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:
             raw = await admitted.convert(work, len(raw) // BYTES_A_VALUE)
     if kind == "application/x-www-form-urlencoded" and _is_stripped(raw):
         raise UnsupportedMediaType(f"curl -d removed bytes of the picture: send it by {RIGHT_CALL}")
-    return Upload([raw])
+    return Upload([raw], [""])
 
 
 async def read_whole(admitted: AdmittedRequest, limit: int | None = None) -> bytearray:

@@ -63,6 +63,7 @@ class PartHeaders:
 
     Attributes:
         name: name of the field; empty if the part lacks it.
+        file_name: name of the file; empty if the part lacks it.
         encoding: unsupported encoding of a parameter; empty if the part does not have one.
         is_unchosen: whether the part is a file input in which no file was chosen, unless bytes
             follow.
@@ -76,6 +77,7 @@ class PartHeaders:
     def clear(self) -> None:
         """Forget the previous part."""
         self.name = ""
+        self.file_name = ""
         self.encoding = ""
         self.is_unchosen = False
 
@@ -97,6 +99,7 @@ class PartHeaders:
             if self.name:
                 raise MalformedRequest("multipart: a part has two names: send two parts")
             self.name = parameters.get(b"name", b"").decode("utf-8", "replace")
+            self.file_name = parameters.get(b"filename", b"").decode("utf-8", "replace")
             self.is_unchosen = parameters.get(b"filename") == b""
         charset = parameters.get(b"charset", b"utf-8")
         if header == b"content-transfer-encoding" and value.lower() not in _IDENTITIES:
@@ -121,6 +124,7 @@ class Form:
         self._limits = limits
         self._permit = permit
         self._files: list[UploadedFile] = []
+        self._file_names: list[str] = []
         self._fields: dict[str, list[str]] = {}
         self._field_bytes = 0
         self._others = 0  # parts besides the files
@@ -137,7 +141,7 @@ class Form:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
             raise MissingImage(f"the form lacks a file in a part named {FIELD!r}: {RIGHT_CALL}")
-        return Upload(self._files, self._fields)
+        return Upload(self._files, self._file_names, self._fields)
 
     def on_part_begin(self) -> None:
         """Forget the previous part."""
@@ -166,6 +170,7 @@ class Form:
             self._permit.check(len(self._files) + 1)
         self._file = bytearray()
         self._files.append(self._file)
+        self._file_names.append(self.headers.file_name)
 
     def _too_many_files(self) -> TooManyImages:
         limits = self._limits

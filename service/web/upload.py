@@ -22,9 +22,10 @@ FormFields = Mapping[str, list[str]]
 
 
 class Upload(NamedTuple):
-    """The files of a body, and the other fields if it is a form."""
+    """The files of a body, their names (empty if unknown), and the other fields of a form."""
 
     files: list[UploadedFile]
+    file_names: list[str]
     fields: FormFields = MappingProxyType({})
 
 

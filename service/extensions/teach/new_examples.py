@@ -1,6 +1,7 @@
 """The pictures of a new example: their query, and the features that the head reads."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,10 @@ class ExampleQuery(BaseModel, frozen=True):
     ] = None
     file_name: Annotated[
         Annotated[str, Field(max_length=256)] | Absent,
-        Field(description="file name of the only picture; kept with VIT_TEACH_THUMBNAILS"),
+        Field(
+            description="file name of the only picture instead of the form's; "
+            "kept with VIT_TEACH_THUMBNAILS"
+        ),
     ] = None
 
     def requested(self, _: ModelInfo) -> str:
@@ -53,6 +57,13 @@ class ExampleQuery(BaseModel, frozen=True):
         return checked_label(self.label)
 
 
+class NamedPixels(NamedTuple):
+    """The name of a picture's file, empty if unknown, and the pixels uint8 [H, W, 3 or 1]."""
+
+    file_name: str
+    pixels: NDArray[np.uint8]
+
+
 def features_of_head(head: HeadRow | None, info: ModelInfo) -> Features:
     """Return the features that a head reads; None means a new head."""
     return Features.of(info.config) if head is None else Features.named(head.backbone)
@@ -60,14 +71,14 @@ def features_of_head(head: HeadRow | None, info: ModelInfo) -> Features:
 
 async def read_features(
     request: Request, admitted: AdmittedRequest, query: ExampleQuery, head: HeadRow | None
-) -> tuple[ExampleQuery, NDArray[np.float32], list[NDArray[np.uint8]]]:
+) -> tuple[ExampleQuery, NDArray[np.float32], list[NamedPixels]]:
     """Compute the features of each picture of a request, finite [N, D].
 
     The first error of a picture is the request's.
 
     Returns:
-        The query with the fields of the form, the features, and the pixels of pictures whose
-        thumbnails are kept.
+        The query with the fields of the form, the features, and the pictures whose thumbnails are
+        kept.
     """
     settings = admitted.service.settings
 
@@ -82,7 +93,7 @@ async def read_features(
             raise InvalidParameter(
                 "id: the request has a body too: send pictures, or the id of a kept picture"
             )
-        _check_file_name(query, settings, count=1)
+        file_names = _file_names(query, settings, [""])
         picture = await kept_picture(admitted.service, query.id, admitted.model)
         if picture is None:
             raise InvalidParameter(
@@ -96,41 +107,45 @@ async def read_features(
             )
         ]
     else:
-        pictures, query = await read_pictures(request, admitted, query)
+        upload, query = await read_pictures(request, admitted, query)
         await use_named_model(request, admitted, query.backbone)
         query.requested(admitted.model.info)
         if query.id is not None:
             raise InvalidParameter(
                 "id: the request has pictures too: send pictures, or the id of a kept picture"
             )
-        _check_file_name(query, settings, count=len(pictures))
-        await admitted.take_slots(len(pictures))
+        file_names = _file_names(query, settings, upload.file_names)
+        await admitted.take_slots(len(upload.files))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
             decoded, result = await infer_file(admitted, require_file(picture), wanted())
             return embedding_of(admitted, result), decoded.picture.pixels
 
-        rows = await of_each(row, pictures)
+        rows = await of_each(row, upload.files)
     features = np.stack([embedding for embedding, _ in rows])
     if not np.isfinite(features).all():
         raise InferenceFailed("the model gives features that are not finite")
     if not settings_of(settings, TeachSettings).teach_thumbnails:
         return query, features, []
-    return query, features, [pixels for _, pixels in rows]
+    pixels = [pixels for _, pixels in rows]
+    return query, features, list(map(NamedPixels, file_names, pixels))
 
 
-def _check_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
-    """Raise `InvalidParameter` or `InputError` for a file name that cannot be kept.
+def _file_names(query: ExampleQuery, settings: Settings, sent: Sequence[str]) -> list[str]:
+    """Return the names of the pictures' files, or raise `InvalidParameter` or `InputError`.
 
     Args:
-        count: number of pictures in the request.
+        sent: the names in the body, one a picture, empty if unknown.
     """
-    if query.file_name is None:
-        return
-    if not settings_of(settings, TeachSettings).teach_thumbnails:
-        raise InvalidParameter(
-            "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
-        )
-    if count != 1:
-        raise InvalidParameter(f"file_name: needs exactly one picture, got {count}")
-    checked_texts([query.file_name], "file_name", 1, allows_hidden=True)
+    keeps_names = settings_of(settings, TeachSettings).teach_thumbnails
+    if query.file_name is not None:
+        if not keeps_names:
+            raise InvalidParameter(
+                "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
+            )
+        if len(sent) != 1:
+            raise InvalidParameter(f"file_name: needs exactly one picture, got {len(sent)}")
+        sent = [query.file_name]
+    if not keeps_names:
+        return [""] * len(sent)
+    return [name and checked_texts([name], "file_name", 1, allows_hidden=True)[0] for name in sent]

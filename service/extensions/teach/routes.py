@@ -120,17 +120,16 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
         model = await model_of(request, backbone)
         admitted.model = model
         check_early(request, query, model)
-        query, features, pixels = await read_features(request, admitted, query, head)
+        query, features, pictures = await read_features(request, admitted, query, head)
         info = admitted.model.info
         backbone_and_model = (features_of(info, features_of_head(head, info)), info.name)
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
-        file_name = query.file_name or ""
         label = query.requested(info)
 
         def add() -> tuple[dict[str, int], list[int]]:
-            pictures = [KeptPicture(file_name, jpeg_thumbnail(picture)) for picture in pixels]
+            kept = [KeptPicture(name, jpeg_thumbnail(pixels)) for name, pixels in pictures]
             return examples.add(
-                name, label, features, owner, backbone_and_model, permitted_id, creator, pictures
+                name, label, features, owner, backbone_and_model, permitted_id, creator, kept
             )
 
         counts, numbers = await _on_thread(request, admitted, add)

@@ -33,13 +33,13 @@ async def classify_batch(request: Request, query: ClassifyQuery) -> Response:
     model = await model_of(request, query.model)
     check_early(request, query, model)
     async with admit(request, model) as admitted:
-        files, query = await read_pictures(request, admitted, query)
+        upload, query = await read_pictures(request, admitted, query)
         _require_one_model(query)
         await use_named_model(request, admitted, query.model)
         requested = query.requested(admitted.model.info)
-        await admitted.take_slots(len(files))
+        await admitted.take_slots(len(upload.files))
         answer = partial(classify_file, admitted, requested, query.min_score)
-        return await answer_each(admitted, files, answer)
+        return await answer_each(admitted, upload.files, answer)
 
 
 def _require_one_model(query: ClassifyQuery) -> None:

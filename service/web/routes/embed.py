@@ -123,16 +123,16 @@ async def embed_batch(request: Request, query: EmbedQuery) -> Response:
     model = await model_of(request, query.model)
     check_early(request, query, model)
     async with admit(request, model) as admitted:
-        files, query = await read_pictures(request, admitted, query)
+        upload, query = await read_pictures(request, admitted, query)
         await use_named_model(request, admitted, query.model)
         requested = query.requested(admitted.model.info)
-        await admitted.take_slots(len(files))
+        await admitted.take_slots(len(upload.files))
         if query.format == "npy":
             infer = partial(infer_embedding, admitted, requested)
-            rows = await of_each(infer, files)
+            rows = await of_each(infer, upload.files)
             return npy_response(np.stack([embedding for _, embedding in rows]))
         answer = partial(_embed_file, admitted, query, requested)
-        return await answer_each(admitted, files, answer)
+        return await answer_each(admitted, upload.files, answer)
 
 
 async def infer_embedding(

@@ -225,6 +225,38 @@ async def test_thumbnails_are_kept_if_allowed(tmp_path: Path, is_kept: bool) -> 
     assert two.json["detail"] == "file_name: needs exactly one picture, got 2"
 
 
+@pytest.mark.parametrize(
+    ("query", "names", "kept"),
+    [
+        ("label=cat", ["my c\u00e0t.png"], ["my c\u00e0t.png"]),
+        ("label=cat", ["photos/a.png", " b.png"], ["photos/a.png", "b.png"]),
+        ("label=cat&file_name=other.png", ["a.png"], ["other.png"]),
+        ("label=cat&file_name=", ["a.png"], [None]),
+    ],
+)
+@on_a_loop
+async def test_examples_keep_their_parts_file_names(
+    tmp_path: Path, query: str, names: list[str], kept: list[str | None]
+) -> None:
+    service = app(teach=str(tmp_path), teach_thumbnails=True)
+    pictures = [png(number) for number in range(1, len(names) + 1)]
+    path = "/heads/pets/examples"
+    await service.request("POST", path, query=query, **form(*pictures, file_names=names))
+    listed = (await service.get(path)).json["examples"]
+    assert [example.get("file_name") for example in listed] == kept
+
+
+@pytest.mark.parametrize(("is_kept", "status"), [(True, 422), (False, 201)])
+@on_a_loop
+async def test_a_file_name_that_is_kept_prints(tmp_path: Path, is_kept: bool, status: int) -> None:
+    service = app(teach=str(tmp_path), teach_thumbnails=is_kept)
+    sent = form(png(1), file_names=["a\x07.png"])
+    answer = await service.request("POST", "/heads/pets/examples", query="label=cat", **sent)
+    assert answer.status == status
+    if is_kept:
+        assert "characters that print" in answer.json["detail"]
+
+
 @on_a_loop
 async def test_private_fields_need_the_heads_key(tmp_path: Path) -> None:
     service = app(

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
@@ -107,13 +107,16 @@ def budget_of(running: App) -> ByteBudget:
     return service_in(running).byte_budget
 
 
-def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def form(
+    *files: bytes,
+    fields: Mapping[str, str] = MappingProxyType({}),
+    file_names: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return headers and body of a form with `file` parts, after other fields."""
     head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
     body = "".join(f'{head}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()).encode()
-    body += b"".join(
-        f'{head}file"; filename="a"\r\n\r\n'.encode() + data + b"\r\n" for data in files
-    )
+    for data, name in zip(files, file_names or ["a"] * len(files), strict=True):
+        body += f'{head}file"; filename="{name}"\r\n\r\n'.encode() + data + b"\r\n"
     body += f"--{BOUNDARY}--\r\n".encode()
     return {"headers": {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "body": body}
 
