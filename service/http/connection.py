@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import fcntl
+import re
 import socket
 import sys
 import termios
@@ -58,12 +59,20 @@ _OTHER_PROTOCOLS: Final = (
     (b"\r\n\r\n\0\r\nQUIT", "this is the PROXY protocol: turn it off in the load balancer"),
 )
 
+# A target with a space or a byte beyond ASCII in it, which the parser takes for another protocol.
+_UNENCODED: Final = re.compile(rb"[A-Z]+ [!-~]+(?:[\x80-\xff]| [^\r\n]+ HTTP/)")
+
 
 def _reason(received: bytes, error: Exception) -> str:
     """Return the message about bytes that are not request headers of HTTP/1.1."""
     for start, message in _OTHER_PROTOCOLS:
         if received.startswith(start):
             return message
+    if _UNENCODED.match(received):
+        return (
+            "percent-encode spaces and characters beyond ASCII in the address, or send the "
+            "parameter as a form field"
+        )
     method = received.partition(b" ")[0]
     if method.isalpha() and not method.isupper():
         return f"methods are upper case: {method.upper().decode():.20}"

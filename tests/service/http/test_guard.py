@@ -536,7 +536,10 @@ async def test_http_1_0_is_told_that_it_may_go_on() -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "this is HTTP/2: speak HTTP/1.1 to this port"),
         (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + GET, "turn it off in the load balancer"),
         (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c", "turn it off in the load balancer"),
-        (b"GET /classify?model=a b HTTP/1.1\r\nHost: x\r\n\r\n", "this is not HTTP/1.1: "),
+        (b"GET /classify?model=a b HTTP/1.1\r\nHost: x\r\n\r\n", "percent-encode spaces"),
+        (b"GET /labels?x=\xc3\xa9 HTTP/1.1\r\nHost: x\r\n\r\n", "percent-encode spaces"),
+        (b"GET /heads/\xe9 HTTP/1.1\r\nHost: x\r\n\r\n", "send the parameter as a form field"),
+        (b"GET /labels HTTPS/1.1\r\nHost: x\r\n\r\n", "this is not HTTP/1.1: "),
         (b"post /classify HTTP/1.1\r\nHost: x\r\n\r\n", "methods are upper case: POST"),
     ],
 )
