@@ -14,11 +14,15 @@ from typing import Any, Final
 
 from model.checkpoint import huggingface, native, timm
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import ADAPTER_CONFIG, Files
+from model.checkpoint.files import ADAPTER_CONFIG, CONFIG_FILE, Files
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.sources import BUNDLED, open_source
-from model.checkpoint.stated_head import activated, require_use_of_labels
+from model.checkpoint.stated_head import (
+    activated,
+    require_classes_of_adapter,
+    require_use_of_labels,
+)
 from model.checkpoint.unread_files import refuse_unread, unread_fields, unread_files
 from model.checkpoint.unrecognised import unrecognised
 from model.errors import CheckpointError
@@ -110,7 +114,11 @@ def _read_core_format(files: Files, options: CheckpointOptions) -> Checkpoint | 
 def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions) -> Checkpoint:
     """Add the operator's activation, notes about the files, their revision, and a hash."""
     require_use_of_labels(checkpoint, options.labels)
-    if options.base is not None and files.overlay is None:
+    adapter = files.overlay
+    if adapter is not None:
+        where = adapter.where(CONFIG_FILE)
+        require_classes_of_adapter(checkpoint, adapter.config, where, options.labels)
+    if options.base is not None and adapter is None:
         raise CheckpointError(
             f"{files.title}: not an adapter (no {ADAPTER_CONFIG}), so VIT_BASE (--base) has no "
             "effect; leave the setting out, or name the adapter's folder as the checkpoint"

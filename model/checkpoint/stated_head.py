@@ -13,12 +13,14 @@ from model.checkpoint.label_forms import (
     UNNAMED,
     described,
     labels_in_holder,
+    labels_in_value,
     require_agreement,
 )
 from model.checkpoint.local_files import advising
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
+from model.images.listing import listed
 from model.label_texts import without_hidden
 
 _MULTI_LABEL: Final = {
@@ -196,6 +198,38 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
             f"{setting}: its scores were fitted with the other activation; leave the setting out"
         )
     return replace(checkpoint, multi_label=is_sigmoid)
+
+
+def require_classes_of_adapter(
+    checkpoint: Checkpoint, config: Mapping[str, Any], where: str, labels: str | None
+) -> None:
+    """Raise `CheckpointError` if an adapter's own config states other classes than the head has.
+
+    Args:
+        checkpoint: the base with the adapter merged into it.
+        config: config of the adapter's folder; empty if there is none.
+        where: name of its file in messages.
+        labels: labels of the operator, which replace the config's.
+    """
+    if labels not in (None, "numbers"):
+        return
+    fields = ("id2label", "label2id", "label_names")
+    names = labels_in_value(config, where) if any(map(config.get, fields)) else ()
+    classes = checkpoint.config.num_classes
+    count = len(names) or config.get("num_labels") or config.get("num_classes") or classes
+    stated = f"{count} classes"
+    has = f"{classes} classes"
+    if count == classes:
+        is_unnamed = labels is not None or all(map(UNNAMED.fullmatch, names))
+        if is_unnamed or HeadLabels(names).without_hidden().names == checkpoint.labels:
+            return
+        stated = f"the labels {listed(names)}"
+        has = f"the labels {listed(checkpoint.labels)}"
+    raise CheckpointError(
+        f"{where}: states {stated}, but the head has {has}: the adapter lacks the head that was "
+        'trained: save it with the adapter, modules_to_save=["classifier"] ("head" in timm\'s '
+        f"networks); if the base's head is right, {NAME_THEM}"
+    )
 
 
 def require_use_of_labels(checkpoint: Checkpoint, labels: str | None) -> None:

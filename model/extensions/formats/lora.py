@@ -188,6 +188,8 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
     head = head_of(changes)
     if head is not None:
         _take_classes(base, adapter, head.shape[0], options)
+    elif not native.recognises(base):
+        base.config.update(_statements(base, adapter))
     renaming: Renaming = dict
     is_timms = timm.recognises(base)  # also transformers' wrapper around timm's models
     if huggingface.recognises(base) and not is_timms:
@@ -229,20 +231,40 @@ def _resize_native_head(config: dict[str, Any], classes: int) -> None:
     config.pop("form", None)
 
 
+def _stated(adapter: Files) -> dict[str, Any]:
+    """Return the fields of an adapter's own config that describe its head."""
+    config = adapter.config
+    return {key: config[key] for key in (*_CLASSES, "problem_type") if config.get(key)}
+
+
+def _statements(base: Files, adapter: Files) -> dict[str, Any]:
+    """Return what an adapter without a head states about the head of its base.
+
+    Labels of a base that has names of its own are compared later, with the head's tensors.
+    """
+    stated = _stated(adapter)
+    if _is_numbered(base.config.get("id2label"), len(stated.get("id2label", ()))):
+        return stated
+    return {key: value for key, value in stated.items() if key == "problem_type"}
+
+
+def _is_numbered(id2label: object, classes: int) -> bool:
+    """Return whether there are as many labels, and all are numbers only, such as `LABEL_0`."""
+    if not isinstance(id2label, dict) or len(id2label) != classes:
+        return False
+    return all(UNNAMED.fullmatch(str(name)) for name in id2label.values())
+
+
 def _take_classes(base: Files, adapter: Files, classes: int, options: CheckpointOptions) -> None:
     """Replace the classes in a base's config by the classes that the adapter's files state.
 
     An equal number of classes does not tell whether the labels are still the same.
     """
     config = base.config
-    stated = {
-        key: adapter.config[key] for key in (*_CLASSES, "problem_type") if adapter.config.get(key)
-    }
+    stated = _stated(adapter)
     names = config.get("id2label")
     has_as_many = isinstance(names, dict) and len(names) == classes
-    is_numbered = has_as_many and all(
-        UNNAMED.fullmatch(str(name)) for name in dict(names or {}).values()
-    )
+    is_numbered = _is_numbered(names, classes)
     is_named = bool(stated.get("id2label") or stated.get("label_names"))
     if options.activation is None and "problem_type" not in stated:
         base.assumed = (

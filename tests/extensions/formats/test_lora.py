@@ -250,6 +250,67 @@ def test_a_new_head_needs_its_own_labels(format_: str, tmp_path: Path) -> None:
         assert checkpoint.multi_label
 
 
+@pytest.mark.parametrize("format_", HEADS)
+def test_an_adapter_without_its_head_is_refused(format_: str, tmp_path: Path) -> None:
+    make, _ = HEADS[format_]
+    base = make(tmp_path / "base")
+    folder = tmp_path / "adapter"
+    if format_ == "huggingface":
+        adapter_folder(folder, str(base))
+    else:
+        plain_adapter(folder, base)
+
+    def state(**config: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(config))
+
+    for config in (
+        {"id2label": {"0": "p", "1": "q"}},
+        {"label2id": {"p": 0, "q": 1}},
+        {"num_labels": 2},
+        {"num_classes": 2},
+        {"label_names": ["p", "q"], "num_classes": 2},
+    ):
+        state(**config)
+        for labels in (None, "numbers"):
+            with pytest.raises(
+                CheckpointError, match=r"states 2 classes, .* has 3 classes: "
+            ) as no:
+                load_checkpoint(str(folder), base=str(base), labels=labels)
+            assert 'modules_to_save=["classifier"]' in str(no.value)
+        assert load_checkpoint(str(folder), base=str(base), labels="x,y,z").labels == tuple("xyz")
+    state(id2label={"0": "p", "1": "q", "2": "c"})
+    with pytest.raises(CheckpointError, match=r"states the labels p, q, c, .* the labels a, b, c:"):
+        load_checkpoint(str(folder), base=str(base))
+    state(id2label={"0": "a", "1": "b", "2": "c"}, num_labels=3)
+    assert load_checkpoint(str(folder), base=str(base)).labels == ("a", "b", "c")
+
+
+def test_an_adapters_config_counts_without_a_head(tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    folder = adapter_folder(tmp_path / "adapter", str(base))
+    numbers = {str(index): f"LABEL_{index}" for index in range(3)}
+    edit(base / "config.json", lambda config: config.update(id2label=numbers))
+    stated = {
+        "id2label": {"0": "p", "1": "q", "2": "r"},
+        "problem_type": "multi_label_classification",
+    }
+    (folder / "config.json").write_text(json.dumps(stated))
+    checkpoint = load_checkpoint(str(folder), base=str(base))
+    assert (checkpoint.labels, checkpoint.multi_label) == (("p", "q", "r"), True)
+
+
+def test_a_headless_base_needs_the_adapters_head(tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    headless = {name: tensor for name, tensor in weights.items() if "classifier" not in name}
+    save_file(headless, base / "model.safetensors")
+    edit(base / "config.json", lambda config: config.update(architectures=["ViTModel"]))
+    folder = adapter_folder(tmp_path / "adapter", str(base))
+    (folder / "config.json").write_text('{"id2label": {"0": "p", "1": "q", "2": "r"}}')
+    with pytest.raises(CheckpointError, match="states 3 classes, but the head has 0 classes"):
+        load_checkpoint(str(folder), base=str(base))
+
+
 def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
     """Write an adapter of a native folder by the formula, in PEFT's layout."""
     folder.mkdir(exist_ok=True)
