@@ -5,6 +5,7 @@ environment (`VIT_PORT`). Extensions add fields of their own: `settings_class` h
 """
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -52,6 +53,9 @@ ENV_PREFIX = "VIT_"
 
 SERVICE_LINK = "tcp://"
 """Beginning of the values that Kubernetes sets for a Service, such as `VIT_PORT` for `vit`."""
+
+_COMMENT = re.compile(r"^#|\s#(\s|$)")
+_REMOVE_COMMENT = "remove the comment, which is part of the value in an env file"
 
 
 class Settings(ModelSettings, BaseSettings):
@@ -366,6 +370,13 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
     Raises:
         SettingsError: names the setting, its value and the allowed values in one line.
     """
+    for name in settings_class().model_fields.keys() - (flags or {}).keys():
+        written = os.environ.get(variable_of(name), "")
+        if _COMMENT.search(written):
+            raise SettingsError(
+                f"{variable_of(name)}={_shown(name, written)}: {_REMOVE_COMMENT}; "
+                f"if it is none, use {flag_of(name)}"
+            )
     try:
         return settings_class()(**(flags or {}))
     except UnreadableSetting as error:  # of a list or dictionary
@@ -378,11 +389,15 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
         variable = variable_of(name)
         # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
-        value = "***" if _is_secret(name) else repr(written)
         message = f"{message[:1].lower()}{message[1:]}{_remedy(str(written))}"
         is_flag = are_typed and flags is not None and name in flags
         source = flag_of(name) if is_flag else variable
-        raise SettingsError(f"{source}={value}: {message}") from None
+        raise SettingsError(f"{source}={_shown(name, written)}: {message}") from None
+
+
+def _shown(name: str, written: object) -> str:
+    """Return the value of a setting for a message, which hides secrets."""
+    return "***" if _is_secret(name) else repr(written)
 
 
 def _remedy(written: str) -> str:
@@ -390,5 +405,5 @@ def _remedy(written: str) -> str:
     if written.startswith(SERVICE_LINK):
         return "; Kubernetes sets this variable for a Service named vit: set enableServiceLinks off"
     if " #" in written:
-        return "; remove the comment, which is part of the value in an env file"
+        return f"; {_REMOVE_COMMENT}"
     return ""

@@ -543,3 +543,18 @@ def test_an_unsendable_key_is_refused(name: str, text: str) -> None:
 )
 def test_setting_without_effect_is_named(flags: dict[str, Any], warning: str | None) -> None:
     assert unused_warnings(load_settings(flags)) == ([] if warning is None else [warning])
+
+
+@pytest.mark.parametrize("name", ["teach", "model_name", "labels", "cache_dir", "recent_url"])
+@pytest.mark.parametrize("value", ["value # a comment", "# a comment", '"value" # a comment'])
+def test_comment_of_env_file_is_refused(monkeypatch, name, value):
+    monkeypatch.setenv(f"VIT_{name.upper()}", value)
+
+    with pytest.raises(SettingsError, match=f"VIT_{name.upper()}=.*remove the comment"):
+        load_settings()
+
+
+def test_hash_without_spaces_stays_in_a_value(monkeypatch):
+    monkeypatch.setenv("VIT_LABELS", "player #1,c#")
+
+    assert load_settings().labels == "player #1,c#"
