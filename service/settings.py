@@ -371,10 +371,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
         SettingsError: names the setting, its value and the allowed values in one line.
     """
     for name in settings_class().model_fields.keys() - (flags or {}).keys():
-        written = os.environ.get(variable_of(name), "")
-        if _COMMENT.search(written):
+        value = os.environ.get(variable_of(name), "")
+        if _COMMENT.search(value):
             raise SettingsError(
-                f"{variable_of(name)}={_shown(name, written)}: {_REMOVE_COMMENT}; "
+                f"{variable_of(name)}={_shown(name, value)}: {_REMOVE_COMMENT}; "
                 f"if it is none, use {flag_of(name)}"
             )
     try:

@@ -56,7 +56,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
         Annotated[int, Field(ge=1)] | Absent,
         Field(
             description="number of classes in the answer; default 5, or all if there are fewer; "
-            "with `model=*` at most this number"
+            "with several models at most this number"
         ),
     ] = None
     attention: Annotated[
@@ -99,11 +99,11 @@ class ClassifyQuery(ModelQuery, frozen=True):
             labels = labels_of_request(self.labels, info.zero_shot, config)
             config = with_labels(config, labels)
         classes = config.num_classes
-        if not cap:
+        if self.top_k is not None and self.top_k > classes and not cap:
+            available = f"the model has {classes} classes"
             if labels:
-                self.check_top_k(classes, "there are", "labels")
-            else:
-                self.check_top_k(classes, "the model has")
+                available = f"there are {classes} labels"
+            raise InvalidParameter(f"top_k {self.top_k}: {available}")
         attention: MapRequest | None = None
         if self.attention:
             method = "relevance" if self.attention == "relevance" else "cls"
@@ -116,11 +116,6 @@ class ClassifyQuery(ModelQuery, frozen=True):
             label_set=info.coverage is not None,
             head_name=info.head,
         )
-
-    def check_top_k(self, classes: int, owner: str, noun: str = "classes") -> None:
-        """Raise `InvalidParameter` if `top_k` is larger than a number of classes."""
-        if self.top_k is not None and self.top_k > classes:
-            raise InvalidParameter(f"top_k {self.top_k}: {owner} {classes} {noun}")
 
 
 @router.post(

@@ -98,8 +98,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     """Return the models that a query names.
 
     Raises:
-        InvalidParameter: the query has too many names, or an empty one, or it has `labels`; or a
-            named model has fewer than `top_k` classes.
+        InvalidParameter: the query has too many names, or an empty one, or it has `labels`.
         UnknownModel: a name is unknown.
     """
     service = service_of(request)
@@ -118,13 +117,9 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
         except (InputError, ServiceError) as error:
             failed[name] = error
             continue
-        if query.model != ALL_MODELS:
-            query.check_top_k(model.info.config.num_classes, f"the model {name} has")
         key = (model.info.backbone or name, model.info.preprocess)
         groups.setdefault(key, []).append((model, requested))
     if groups:
-        most = max(model.info.config.num_classes for group in groups.values() for model, _ in group)
-        query.check_top_k(most, "no model has more than")
         first, _ = next(iter(groups.values()))[0]
     else:
         first = await model_of(request)
