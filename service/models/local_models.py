@@ -49,6 +49,7 @@ class LocalModels(SwappableModels):
         self._factory.configured = configured
         for name in (before.keys() - configured.keys()) & self.served.keys():
             await self.delete(name)
+            logger.info("model %s is no longer in the folder, and is removed", name)
         if default not in entries:
             logger.warning(
                 "model %s is no longer in the folder, and stays because it is the default", default

@@ -61,8 +61,8 @@ def kept_on_disk() -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error) as error:
         raise HeadsUnavailable(
-            f"taught heads cannot be read or written: {error}; the folder of VIT_TEACH needs free "
-            "space, and permission to write"
+            f"taught heads cannot be read or written: {error}; the folders of VIT_TEACH and "
+            "VIT_MODELS must exist, and VIT_TEACH needs free space and permission to write"
         ) from None
 
 

@@ -104,7 +104,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     service = service_of(request)
     examples = _examples(request)
     name = check_name(request.path_params["name"])
-    if name in map(service.models.name_of, service.models.served) or _taught(request).is_file(name):
+    if _is_name_of_model(request, name) or _taught(request).is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another name for the head")
     if query.label is not None:
         checked_label(query.label)  # refuses a bad query before the request takes a slot
@@ -245,6 +245,8 @@ async def describe_head(request: Request) -> HeadDescription:
         reason = "its statistics are damaged: add or remove an example to fit it again"
     except HeadWithoutBackbone as error:
         reason = str(error)
+    if _is_name_of_model(request, name):
+        reason = "a model has this name, and answers instead"
     return HeadDescription(
         head=name,
         examples=counts,
@@ -307,6 +309,12 @@ async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
 async def _on_thread(request: Request, admitted: AdmittedRequest, work: Callable[[], T]) -> T:
     """Run work on the examples on a thread, and return its result."""
     return await admitted.on_thread(request.app.state.examples_lane, work)
+
+
+def _is_name_of_model(request: Request, name: str) -> bool:
+    """Return whether a model other than a head has this name."""
+    models = service_of(request).models
+    return name in map(models.name_of, models.served)
 
 
 def _taught(request: Request) -> TaughtHeads:

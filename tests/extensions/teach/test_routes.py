@@ -321,3 +321,15 @@ async def test_first_request_of_a_start_knows_heads(tmp_path: Path) -> None:
     restarted = inside(app(teach=str(tmp_path)))
     async with restarted.lifespan(restarted):
         assert "pets" in restarted.state.service.models.names()
+
+
+@on_a_loop
+async def test_head_tells_that_a_model_hides_it(tmp_path: Path) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 2)
+    models = service_in(service).models
+    models.served["pets"] = models.served[""]  # as from a folder of models that is read again
+
+    answer = await service.get("/heads/pets")
+
+    assert answer.json["reason"] == "a model has this name, and answers instead"
