@@ -82,6 +82,22 @@ def is_installed(package: str) -> bool:
         return False
 
 
+SERVICE_LINK = "tcp://"
+"""Beginning of the values that Kubernetes sets for a Service, such as `VIT_PORT` for `vit`."""
+
+COMMENT = re.compile(r"^#|\s#(\s|$)")
+REMOVE_COMMENT = "remove the comment, which is part of the value in an env file"
+
+
+def remedy_of(written: str) -> str:
+    """Return an addition to the message about a wrong value that another program has written."""
+    if written.startswith(SERVICE_LINK):
+        return "; Kubernetes sets this variable for a Service named vit: set enableServiceLinks off"
+    if " #" in written:
+        return f"; {REMOVE_COMMENT}"
+    return ""
+
+
 def without_quotes(value: str) -> str:
     """Strip spaces and one pair of enclosing quotes, which env files may keep.
 

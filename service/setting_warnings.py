@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from model.errors import nearest
 from service.addresses import UNIX
 from service.errors import SettingsError
-from service.setting_values import without_quotes
-from service.settings import ENV_PREFIX, SERVICE_LINK, Settings, settings_class, variable_of
+from service.setting_values import SERVICE_LINK, without_quotes
+from service.settings import ENV_PREFIX, Settings, settings_class, variable_of
 
 _NEEDS = {
     "key_max_requests": ("api_keys",),

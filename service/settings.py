@@ -5,7 +5,6 @@ environment (`VIT_PORT`). Extensions add fields of their own: `settings_class` h
 """
 
 import os
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -30,7 +29,9 @@ from service.errors import SettingsError
 from service.extension import Extension, extensions
 from service.model_settings import ModelSettings
 from service.setting_values import (
+    COMMENT,
     MEMORY,
+    REMOVE_COMMENT,
     AdminKey,
     ApiKey,
     ApiKeys,
@@ -46,16 +47,11 @@ from service.setting_values import (
     Seconds,
     ServedName,
     StoreUrl,
+    remedy_of,
     without_quotes,
 )
 
 ENV_PREFIX = "VIT_"
-
-SERVICE_LINK = "tcp://"
-"""Beginning of the values that Kubernetes sets for a Service, such as `VIT_PORT` for `vit`."""
-
-_COMMENT = re.compile(r"^#|\s#(\s|$)")
-_REMOVE_COMMENT = "remove the comment, which is part of the value in an env file"
 
 
 class Settings(ModelSettings, BaseSettings):
@@ -372,9 +368,9 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
     """
     for name in settings_class().model_fields.keys() - (flags or {}).keys():
         value = os.environ.get(variable_of(name), "")
-        if _COMMENT.search(value):
+        if COMMENT.search(value):
             raise SettingsError(
-                f"{variable_of(name)}={_shown(name, value)}: {_REMOVE_COMMENT}; "
+                f"{variable_of(name)}={_shown(name, value)}: {REMOVE_COMMENT}; "
                 f"if it is none, use {flag_of(name)}"
             )
     try:
@@ -389,7 +385,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
         variable = variable_of(name)
         # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
-        message = f"{message[:1].lower()}{message[1:]}{_remedy(str(written))}"
+        message = f"{message[:1].lower()}{message[1:]}{remedy_of(str(written))}"
         is_flag = are_typed and flags is not None and name in flags
         source = flag_of(name) if is_flag else variable
         raise SettingsError(f"{source}={_shown(name, written)}: {message}") from None
@@ -398,12 +394,3 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
 def _shown(name: str, written: object) -> str:
     """Return the value of a setting for a message, which hides secrets."""
     return "***" if _is_secret(name) else repr(written)
-
-
-def _remedy(written: str) -> str:
-    """Return an addition to the message about a wrong value that another program has written."""
-    if written.startswith(SERVICE_LINK):
-        return "; Kubernetes sets this variable for a Service named vit: set enableServiceLinks off"
-    if " #" in written:
-        return f"; {_REMOVE_COMMENT}"
-    return ""
