@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,12 @@ from service.settings import load_settings
 from service.single_process import SingleProcess, log_address, run_single_process
 from tests.launcher import free_port, listens, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
+
+
+@pytest.fixture(autouse=True)
+def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the modules of all tests exempt from the collections of a start, each half a second."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture

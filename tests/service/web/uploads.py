@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest.mock import Mock
 
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
@@ -66,12 +65,12 @@ class Receiver:
         self.service = SimpleNamespace(
             settings=SimpleNamespace(max_request_bytes=100_000, request_timeout=PATIENCE),
             byte_budget=ByteBudget(1 << 30),
-            metrics=Mock(),
+            metrics=SimpleNamespace(observe_stage=lambda *_: None),
             clock=time.monotonic,
         )
         self.sender = Sender("caller", 0.0, receive, headers=headers)
         self.deadline = Deadline(math.inf)
-        self.cancellation = Mock()
+        self.cancellation = SimpleNamespace(timeout_error=None, end_in=lambda _: None)
         self.body = CountedBytes()
         self.permit = self
         self.checked: list[int] = []
