@@ -14,7 +14,7 @@ from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import read_json, reading, resolved_part
 from model.checkpoint.tensor_files import SUFFIXES, read_tensor_file
 from model.checkpoint.tensors import digest_of
-from model.checkpoint.unread_tensors import refuse_unread_tensors
+from model.checkpoint.unread_tensors import refuse_quantised, refuse_unread_tensors
 from model.checkpoint.wrappers import left_out_notes, without_wrappers
 from model.errors import CheckpointError
 from model.images.listing import is_junk
@@ -200,6 +200,8 @@ class Files:
         where = self.where(name)
         content = read_tensor_file(self.required(name), where)
         is_mapping = isinstance(content, Mapping)
+        if is_mapping:
+            refuse_quantised(content, where)
         if not is_mapping or not all(isinstance(tensor, Tensor) for tensor in content.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), "

@@ -26,7 +26,7 @@ _OTHER_LIBRARY: Final = (
 )
 _WEB_PAGE: Final = "a web page, not the file itself: download the file again, logged in if needed"
 _WEIGHTS_BY_ADVICE: Final = {
-    _GRAPH: ".onnx .xml .engine .plan .trt .tflite .mlmodel .mlpackage",
+    _GRAPH: ".onnx .ort .xml .engine .plan .trt .tflite .mlmodel .mlpackage .pte .mnn .rknn .hef",
     TORCHSCRIPT: ".ptl .jit .torchscript",
     _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"): ".pt2",
     _ARCHIVE: ".zip .gz .tgz .xz .bz2 .7z .rar .mar",

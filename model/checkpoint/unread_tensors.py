@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -12,12 +12,13 @@ from model.errors import CheckpointError
 _LORA: Final = re.compile(
     r"(^|[._])lora[._](A|B|down|up|embedding|magnitude|linear_layer)", re.IGNORECASE
 )
-# Names that bitsandbytes, GPTQ, compressed-tensors, EETQ, quanto, torchao and torch give to
-# parts of quantised weights.
+# Names that torch, torchao, bitsandbytes, GPTQ, HQQ, AQLM, VPTQ, compressed-tensors, EETQ, quanto,
+# Neural Compressor, NNCF and Brevitas give to parts of quantised weights, or to their observers.
 _QUANTISED: Final = re.compile(
-    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scales?(_inv)?|"
-    r"weight\._(data|scale)|weight:_.+|(in|out)put_scale|weight_packed|quant_state\..+|"
-    r"packed_params\..+)"
+    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weights?_scales?(_inv)?|"
+    r"weight\._(data|scale)|weight\.(qdata|scale)|weight:_.+|(in|out)put_scale|weight_packed|"
+    r"quant_state\..+|packed_params\..+|codebooks|centroids\.weight|"
+    r"weight_quant\..+|pre_ops\..+|(activation_post_process|weight_fake_quant)\..+)"
 )
 QUANTISED_REMEDY: Final = (
     "quantised weights are not read: save floating-point weights, "
@@ -26,7 +27,6 @@ QUANTISED_REMEDY: Final = (
 # Names of tensors that are not read, and the remedy. torch's weight norm saves two factors, its
 # pruning and its spectral norm save the weight and a mask or vectors.
 _UNREAD: Final = (
-    (_QUANTISED, QUANTISED_REMEDY),
     (
         re.compile(r"(.+\.)?(head|dino_head|ibot_head)\.last_layer\.(weight_g|param.+original0)"),
         "the projection head of a training without labels, such as DINO's, is not read: save the "
@@ -51,6 +51,27 @@ _UNREAD: Final = (
 )
 
 
+def refuse_quantised(content: Mapping[Any, Any], where: str) -> None:
+    """Raise `CheckpointError` for quantised weights in the content of a file.
+
+    Args:
+        content: tensors and other objects by name; torch packs a quantised layer into a tuple.
+        where: name of the file in messages.
+    """
+    for name, value in content.items():
+        if _QUANTISED.fullmatch(str(name)) or _is_quantised(str(name), value):
+            raise CheckpointError(f"{where}: holds {name!r:.100}: {QUANTISED_REMEDY}")
+
+
+def _is_quantised(name: str, value: Any) -> bool:
+    """Return whether a value is a tensor of torch's quantised types, or a weight of integers."""
+    if not isinstance(value, Tensor):
+        return False
+    is_matrix = name.endswith(("weight", "W_q")) and value.ndim > 1
+    is_of_integers = not value.is_floating_point() and not value.is_complex()
+    return value.is_quantized or (is_matrix and is_of_integers)
+
+
 def refuse_unread_tensors(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors that are not the plain weights of a network.
 
@@ -59,8 +80,8 @@ def refuse_unread_tensors(tensors: Mapping[str, Tensor], where: str) -> None:
         where: name of the file in messages.
 
     Raises:
-        CheckpointError: an adapter without its base, an adapter that is not merged, quantised or
-            factored weights, or tensors without numbers.
+        CheckpointError: an adapter without its base, an adapter that is not merged, factored
+            weights, or tensors without numbers.
     """
     _refuse_adapter(tensors, where)
     for pattern, remedy in _UNREAD:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.checkpoint.own_heads import HEAD
 from model.checkpoint.tensors import SCALES
+from model.checkpoint.unread_tensors import refuse_quantised
 from model.checkpoint.wrappers import left_out_notes, prefix_notes, without_prefixes
 from model.errors import CheckpointError
 
@@ -64,9 +65,10 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
         where: name of the file in messages.
 
     Raises:
-        CheckpointError: not a state dict, or several copies of a network and no choice.
+        CheckpointError: not a state dict, quantised, or several copies of a network and no choice.
     """
     items = dict(_flat(content))
+    refuse_quantised(items, where)
     tensors = _weights(items, content, where)
     left_out = [str(name) for name in items if name not in tensors]
     notes = left_out_notes(left_out)

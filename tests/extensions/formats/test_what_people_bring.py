@@ -288,6 +288,28 @@ def _lora() -> dict[str, Tensor]:
     }
 
 
+def _quantised(prepare: Callable[[nn.Module], Any]) -> Callable[[Path], Path]:
+    """Return a function that saves a network prepared or converted by torch's quantisation."""
+
+    def pack(model: nn.Module) -> Any:
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+        return prepare(model).state_dict()
+
+    return _held(pack)
+
+
+def _with_parts(**parts: Tensor) -> Callable[[Path], Path]:
+    """Return a function that saves a network with these parts in place of its layers' weights."""
+
+    def pack(model: nn.Module) -> dict[str, Tensor]:
+        weights = {f"{name}." for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        state = model.state_dict()
+        kept = {name: value for name, value in state.items() if name[:-6] not in weights}
+        return kept | {layer + part: value for layer in weights for part, value in parts.items()}
+
+    return _held(pack)
+
+
 def _script(folder: Path) -> Path:
     # Many layers, because TorchScript compresses its code and torch.save does not.
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
@@ -313,6 +335,9 @@ def _pointer_in_a_folder(folder: Path) -> Path:
 
 
 POINTER: Final = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 343223\n"
+QUANTISED: Final = (
+    "quantised weights are not read: save floating-point weights, .* that was quantised"
+)
 BUFFER: Final = {"prototypes": torch.ones(3, 4)}
 
 REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
@@ -421,6 +446,48 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: {n: t.to("meta") for n, t in model.state_dict().items()}),
         "is on the meta device, without its numbers: load the weights where it was made",
     ),
+    "dynamic quantisation": (
+        _quantised(lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear})),
+        r"holds 'blocks\S+': quantised weights are not read: save floating-point",
+    ),
+    "dynamic quantisation to float16": (
+        _quantised(
+            lambda model: torch.ao.quantization.quantize_dynamic(model, dtype=torch.float16)
+        ),
+        QUANTISED,
+    ),
+    "quantisation-aware training": (
+        _quantised(lambda model: torch.ao.quantization.prepare_qat(model.train())),
+        QUANTISED,
+    ),
+    "calibration of a quantisation": (
+        _quantised(torch.ao.quantization.prepare),
+        QUANTISED,
+    ),
+    "tensors of torch's quantised types": (
+        _held(
+            lambda model: {
+                name: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+                for name, tensor in model.state_dict().items()
+            }
+        ),
+        QUANTISED,
+    ),
+    "integers with a scale": (
+        _with_parts(weight=torch.ones(4, 4, dtype=torch.int8), scale=torch.ones(4)),
+        QUANTISED,
+    ),
+    "HQQ": (_with_parts(W_q=torch.ones(4, 4, dtype=torch.uint8), meta=torch.ones(1)), QUANTISED),
+    "AQLM": (_with_parts(codes=torch.ones(4, 4), codebooks=torch.ones(4, 4)), QUANTISED),
+    "Brevitas": (
+        _with_parts(**{"weight": torch.ones(4, 4), "weight_quant.tensor_quant.x": torch.ones(1)}),
+        QUANTISED,
+    ),
+    "NNCF": (
+        _with_parts(**{"weight": torch.ones(4, 4), "pre_ops.0.op.scale": torch.ones(1)}),
+        QUANTISED,
+    ),
+    "ExecuTorch": (_text("net.pte"), "give the model that it was exported from"),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "two copies, of which none is averaged": (
         _held(_pair("first", "second")),

@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "integers": (
         "huggingface",
         _tensor(f"{LAYER}.weight", 16, 32, dtype=torch.int8),
-        "save weights in floating point",
+        "save floating-point weights",
     ),
     "a second head": ("timm", _tensor("head_dist.weight", 3, 16), "state the right class"),
     "registers": ("timm", _tensor("reg_token", 1, 4, 16), "number of register tokens: reg_tokens"),

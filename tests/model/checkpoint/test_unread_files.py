@@ -36,6 +36,14 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     assert "model.dequantize().save_pretrained(FOLDER)" in message
 
 
+def test_packed_weights_of_torch_are_refused(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    packed = {"head._packed_params._packed_params": (torch.ones(3, 16), None)}
+    torch.save(load_file(folder / "model.safetensors") | packed, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "_packed_params': quantised weights are not read" in refusal(folder)
+
+
 @pytest.mark.parametrize("format_", FOLDERS)
 def test_adapter_without_config_is_refused(format_: str, tmp_path: Path) -> None:
     folder = FOLDERS[format_](tmp_path / "model")
