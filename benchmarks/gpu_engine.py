@@ -1,15 +1,21 @@
-"""Measures an engine process: processes send it pixels, as web workers without a free slot do."""
+"""Measures an engine process: processes give it pixels, as web workers do, but decode nothing.
+
+They map the memory that the service's processes share, which takes the right to open
+/proc/PID/map_files. Without it, they send the pixels through the socket; the record says which.
+"""
 
 import asyncio
 import itertools
+import mmap
 import multiprocessing
 import re
 import time
 import urllib.request
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import uvloop
@@ -20,7 +26,7 @@ from model.outputs import RequestedOutputs
 from service.engine.messages import InferenceRequest
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.remote_model import RemoteModels
-from service.extensions.cluster.shared_pixels import SharedPixels
+from service.extensions.cluster.shared_pixels import PART_BYTES, SharedPixels
 
 TOP_K: Final = 5
 
@@ -28,11 +34,42 @@ TOP_K: Final = 5
 _HEAD_START: Final = 0.5
 
 
+class Address(NamedTuple):
+    """How clients reach an engine.
+
+    Attributes:
+        socket: path of its socket.
+        memory: file of its memory; None if it cannot be mapped.
+    """
+
+    socket: Path
+    memory: Path | None
+
+    def slots(self, index: int) -> SharedPixels:
+        """Return the slots of a client, which takes those of the worker with its index."""
+        if self.memory is None:
+            return SharedPixels(memoryview(b""), 0)
+        with self.memory.open("r+b") as file:
+            return SharedPixels(memoryview(mmap.mmap(file.fileno(), 0)), index)
+
+
+def shared_memory_of(process: int, workers: int) -> Path | None:
+    """Return the file of the memory that a process shares with so many workers, if it opens."""
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        addresses = line.split()[0]
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if end - begin == workers * PART_BYTES and "/dev/zero" in line:
+            path = Path(f"/proc/{process}/map_files/{addresses}")
+            with suppress(PermissionError), path.open("r+b"):
+                return path
+    return None
+
+
 class EngineProcess:
     """The engine process of a running service.
 
     Args:
-        socket: path of the engine's socket.
+        address: how to reach the engine.
         clients: default number of client processes.
         pictures: pictures that all clients together keep in progress.
 
@@ -41,10 +78,10 @@ class EngineProcess:
             microseconds per picture, the busiest first, without those below one.
     """
 
-    def __init__(self, server: Running, socket: Path, clients: int, pictures: int) -> None:
+    def __init__(self, server: Running, address: Address, clients: int, pictures: int) -> None:
         self.used: dict[str, Any] = {}
         self._server = server
-        self._socket = socket
+        self._address = address
         self._clients = clients
         self._pictures = pictures
 
@@ -53,7 +90,7 @@ class EngineProcess:
         threads = {process: thread_seconds(process) for process in self._server.pids()}
         images, batches = self._launched()
         rate = engine_rate(
-            self._socket,
+            self._address,
             clients=clients or self._clients,
             pictures=self._pictures,
             seconds=seconds,
@@ -68,6 +105,7 @@ class EngineProcess:
         engine_threads = sorted(max(spent, key=sum), reverse=True)
         costs = [round(1e6 * taken / max(images, 1), 1) for taken in engine_threads]
         self.used = {
+            "in shared memory": self._address.memory is not None,
             "mean batch": round(images / max(batches, 1), 1),
             "threads us": [cost for cost in costs if cost >= 1],
         }
@@ -84,8 +122,8 @@ class EngineProcess:
         return images, batches
 
 
-def engine_rate(socket: Path, *, clients: int, pictures: int, seconds: float) -> float:
-    """Return the images per second that the engine at a socket answers to client processes.
+def engine_rate(address: Address, *, clients: int, pictures: int, seconds: float) -> float:
+    """Return the images per second that an engine answers to client processes.
 
     Args:
         pictures: pictures that all clients together keep in progress.
@@ -95,7 +133,9 @@ def engine_rate(socket: Path, *, clients: int, pictures: int, seconds: float) ->
     with ProcessPoolExecutor(
         clients, spawn, initializer=_meet, initargs=(spawn.Barrier(clients),)
     ) as pool:
-        running = [pool.submit(_run_client, socket, share, seconds) for _ in range(clients)]
+        running = [
+            pool.submit(_run_client, address, index, share, seconds) for index in range(clients)
+        ]
         return sum(client.result() for client in running) / seconds
 
 
@@ -103,16 +143,15 @@ def _meet(barrier: Barrier) -> None:
     barrier.wait()  # every process has imported this module
 
 
-def _run_client(socket: Path, pictures: int, seconds: float) -> int:
-    return uvloop.run(_client(socket, pictures, seconds))
+def _run_client(address: Address, index: int, pictures: int, seconds: float) -> int:
+    return uvloop.run(_client(address, index, pictures, seconds))
 
 
-async def _client(socket: Path, pictures: int, seconds: float) -> int:
+async def _client(address: Address, index: int, pictures: int, seconds: float) -> int:
     """Keep pictures in progress until the end; return the number of answers within the seconds."""
     begin = time.monotonic() + _HEAD_START
     end = begin + seconds
-    no_slots = SharedPixels(memoryview(b""), 0)  # the memory is only for the service's processes
-    models = RemoteModels([EngineClient(socket, "auto", no_slots)])
+    models = RemoteModels([EngineClient(address.socket, "auto", address.slots(index))])
     connected = asyncio.Event()
     models.start(lambda: connected.set() if models.default.current.engine.ready else None)
     await connected.wait()

@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks import checkpoints, gpu, pictures
 from benchmarks.checkpoints import REPOSITORY, Shape
-from benchmarks.gpu_engine import TOP_K, EngineProcess
+from benchmarks.gpu_engine import TOP_K, Address, EngineProcess, shared_memory_of
 from benchmarks.load import Loader, Protocol
 from benchmarks.processors import processor_ticks, shares
 from benchmarks.record import Record
@@ -321,14 +321,17 @@ def engine(bench: Bench) -> None:
 @contextmanager
 def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
     """Start a service, and yield its engine process for measurements."""
-    workers = bench.arguments.workers[0]
+    clients = bench.arguments.workers[0]
+    # Each client takes the slots of a worker.
+    workers = clients if bench.arguments.smoke else max(clients, *_CLIENTS)
     pictures = _UNDER_WAY * size
     with (
         tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder,
-        _server(bench, 2, TMPDIR=folder, VIT_MAX_BATCH=str(size)) as server,
+        _server(bench, workers, TMPDIR=folder, VIT_MAX_BATCH=str(size)) as server,
     ):
         [socket] = Path(folder).glob("vitserve-*/engine-*")
-        yield EngineProcess(server, socket, workers, pictures)
+        memory = shared_memory_of(server.pids()[0], workers)
+        yield EngineProcess(server, Address(socket, memory), clients, pictures)
 
 
 def profile(bench: Bench) -> None:

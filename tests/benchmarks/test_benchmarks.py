@@ -205,6 +205,7 @@ def test_the_gpu_script_runs_small_on_a_cpu(
     assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0
     assert "layer_norm" in found["profile"]["a batch of 4"]
     assert found["engine"]["batches of 4"][0]["mean batch"] >= 1
+    assert "in shared memory" in found["engine"]["batches of 4"][0]
     assert found["engine"]["batches of 4, 1 clients"]["images/s"] > 0
     assert found["decode"]  # rates, or why torchvision does not run here
     assert found["pixels"]["HTTP"][0]["rate"] > 0
