@@ -186,7 +186,11 @@ def _remedy_of_shape(name: str) -> str:
             "correct the image size of the architecture to that of these positions; then "
             "--image-size (VIT_IMAGE_SIZE) resizes them"
         )
-    return "the architecture is of another model: correct its sizes, or give its weights"
+    return (
+        "the architecture is of another model: correct its sizes (embed_dim, patch_size, "
+        "mlp_ratio; in transformers hidden_size, patch_size, intermediate_size), or give its "
+        "weights"
+    )
 
 
 def require_finite(
@@ -244,9 +248,13 @@ def _remedy_of_names(
     blocks = _blocks((set(expected) - set(missing)) | set(unexpected))
     depth = len(_blocks(expected))
     if blocks and len(blocks) != depth and blocks == set(range(len(blocks))):
+        # Only transformers' files have names of their own.
+        argument = f"depth={len(blocks)} (VIT_ARCHITECTURE, or model_args of config.json)"
+        if stored:
+            argument = "num_hidden_layers in config.json"
         return (
-            f"the file has {len(blocks)} blocks, the architecture {depth}: correct its depth "
-            "(num_hidden_layers), or give the weights of that model"
+            f"the file has {len(blocks)} blocks, the architecture {depth}: correct {argument}, or "
+            "give the weights of that model"
         )
     for name in (*unexpected, *missing):
         part = name.partition(".")[0]

@@ -28,6 +28,20 @@ USUAL: Final = {
     "patch_order": "channels_last",
     "num_classes": 0,
 }
+# Names that transformers and others give to arguments of timm.
+_OTHER_NAMES: Final = {
+    "depth": "num_hidden_layers num_layers n_layers layers num_blocks blocks",
+    "embed_dim": "hidden_size hidden_dim width dim d_model",
+    "num_heads": "num_attention_heads heads n_heads",
+    "mlp_ratio": "intermediate_size mlp_dim mlp_width",
+    "act_layer": "hidden_act activation act",
+    "norm_eps": "layer_norm_eps eps",
+    "num_classes": "num_labels classes",
+    "img_size": "image_size size",
+    "in_chans": "num_channels in_channels channels",
+    "patch_size": "patch",
+    "reg_tokens": "num_register_tokens registers",
+}
 # Arguments for the layout of the tensors, which are not timm's.
 OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
 # Arguments that the file and its preprocessing tell, and the fields of the network's configuration.
@@ -76,7 +90,8 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
 
 def _meant(key: str, known: Collection[str]) -> str:
     """Return advice on the likely meaning of an unknown argument."""
-    near = nearest(key, known)
+    meant = next((name for name, others in _OTHER_NAMES.items() if key in others.split()), None)
+    near = meant if meant in known else nearest(key, known)
     words = set(key.split("_"))
     common = {name: len(words.intersection(name.split("_"))) for name in known}
     most = max(common.values())

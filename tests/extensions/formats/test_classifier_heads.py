@@ -154,7 +154,7 @@ def test_norm_before_a_head_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"a norm, 'head.0.weight' \[48\], before its linear layer 'head.1.weight' \[5, 48\], "
-        "and .* train --probe --from FOLDER",
+        "but .* train --probe --from FOLDER",
     ):
         load(state | head, tmp_path)
 

@@ -177,7 +177,13 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "another depth": (
         "huggingface",
         _config("num_hidden_layers", 3),
-        r"'vit\.encoder\.layer\.2\..*: the file has 2 blocks, the architecture 3",
+        r"'vit\.encoder\.layer\.2\..*: the file has 2 blocks, the architecture 3: correct "
+        r"num_hidden_layers in config\.json, or",
+    ),
+    "another depth in timm's folder": (
+        "timm",
+        _config("model_args.depth", 3),
+        r"has 2 blocks, the architecture 3: correct depth=2 \(.*model_args of config\.json",
     ),
     "another width of a layer": (
         "huggingface",
