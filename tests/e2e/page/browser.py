@@ -47,14 +47,18 @@ new PerformanceObserver((list) => {
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start Debian's Chromium, or skip the test if it is missing."""
+    """Start Debian's Chromium, or skip the test if it is missing.
+
+    The build without windows needs a third less processor time for the same pages.
+    """
     path = (
-        shutil.which("chromium")
+        shutil.which("chromium-headless-shell")
+        or shutil.which("chromium")
         or shutil.which("chromium-browser")
         or shutil.which("google-chrome")
     )
     if path is None:
-        pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
+        pytest.skip("no Chromium is installed (on Debian: apt-get install chromium-headless-shell)")
     with sync_playwright() as driver:
         # Chromium's sandbox does not run as root. Starting a process takes longer than the page, so
         # tabs of a profile share one.
