@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+SMALLER_PICTURE: Final = "send a smaller picture, or a JPEG or PNG"
+"""The remedy for a picture that takes too much to decode."""
+
 _MAX_MESSAGE: Final = 1900
 # Characters kept at a message's end, which often says what to do.
 _MESSAGE_END: Final = 400

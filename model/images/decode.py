@@ -26,9 +26,15 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
+from model.errors import (
+    SMALLER_PICTURE,
+    ImageTooCostly,
+    ImageTooLarge,
+    InvalidImage,
+    UnsupportedImageFormat,
+)
 from model.images import formats, png
-from model.images.avif import has_whole_boxes
+from model.images.failure import is_truncated, reason
 from model.images.formats import UPRIGHT, read_orientation
 from model.images.gif import canvas_size
 from model.images.tiff import OTHER_SAMPLES, bits_of_16, check_samples
@@ -155,10 +161,13 @@ def decode(
         raise ImageTooLarge(f"the {name} picture is larger than Pillow decodes: {error}") from error
     except MemoryError as error:
         raise ImageTooCostly(
-            f"decoding this {name} picture takes more memory than is allowed"
+            f"decoding this {name} picture takes more memory than is allowed: {SMALLER_PICTURE}; "
+            "a higher VIT_MAX_IMAGE_PIXELS allows more"
         ) from error
     except DECODE_ERRORS as error:
-        raise InvalidImage(f"the {name} picture does not decode: {_reason(error)}") from error
+        raise InvalidImage(
+            f"the {name} picture does not decode: {reason(name, data, error)}"
+        ) from error
     return DecodedImage(image, size, scale, orientation)
 
 
@@ -192,7 +201,7 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
         image = reader(file or io.BytesIO(data))
     except SyntaxError as error:
         # libavif raises this for a truncated file and for a file that lacks a required property.
-        if "BMFF" in str(error) and has_whole_boxes(data):
+        if "BMFF" in str(error) and not is_truncated(name, data):
             raise UnsupportedImageFormat(
                 "this AVIF picture is of a kind that libavif does not read"
             ) from error
@@ -295,16 +304,6 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         raise ImageTooLarge(
             f"the picture has {width} x {height} pixels: a side may have at most {MAX_SIDE}"
         )
-
-
-def _reason(error: BaseException) -> str:
-    """Return a reader's message in one line; hide the messages of unexpected exceptions."""
-    text = error.args[0] if error.args else None
-    if isinstance(error, OSError | RuntimeError | SyntaxError | ValueError) and isinstance(
-        text, str
-    ):
-        return " ".join(text.split())[:160]
-    return "it is truncated or corrupt"
 
 
 # Colours

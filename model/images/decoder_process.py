@@ -32,6 +32,7 @@ from PIL import AvifImagePlugin, Image, ImageCms, ImageColor, ImageFilter, Image
 
 from model.config import PreprocessConfig
 from model.errors import (
+    SMALLER_PICTURE,
     ImageError,
     ImageTooCostly,
     ImageTooLarge,
@@ -119,7 +120,9 @@ def _answer(
     except ImageError as error:
         return _refusal(error)
     except MemoryError:
-        return _refusal(ImageTooCostly("the picture takes more memory than is allowed"))
+        return _refusal(
+            ImageTooCostly(f"the picture takes more memory than is allowed: {SMALLER_PICTURE}")
+        )
     facts = {"shape": pixels.shape, "region": region, "seconds": time.perf_counter() - started}
     return DONE, json.dumps(facts).encode(), np.ascontiguousarray(pixels)
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from model.config import PreprocessConfig
-from model.errors import ImageError, ImageTooCostly, InvalidImage
+from model.errors import SMALLER_PICTURE, ImageError, ImageTooCostly, InvalidImage
 from model.images.decoder_process import ANSWER, CONFINED, DONE, ERRORS, JOB
 from model.images.heatmap import MAX_SIZE
 from model.images.preprocess import ModelInput, Region
@@ -253,7 +253,8 @@ async def _end_failed(decoder: _Decoder, error: BaseException) -> None:
         raise EngineUnavailable("a decoder process cannot be started") from error
     if code == -signal.SIGPROF:
         raise ImageTooCostly(
-            f"decoding the picture takes more than {MAX_SECONDS:g} s of a processor"
+            f"decoding the picture takes more than {MAX_SECONDS:g} s of a processor: "
+            f"{SMALLER_PICTURE}"
         ) from None
     if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
         raise InvalidImage("the picture does not decode: its decoder crashed") from error
