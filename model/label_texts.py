@@ -5,6 +5,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from model.config import NetworkConfig
@@ -51,6 +52,9 @@ _HIDDEN: Final = re.compile(
     f"|(?<=[{_EMOJI}\ufe0f]\u200d)[{_EMOJI}]"
     "|(?<=[\U0001f3f4\U000e0020-\U000e007e][\U000e0020-\U000e007f]))"
 )
+
+# First characters of a formula, also in double width.
+_FORMULA_STARTS: Final = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 # Categories of characters that are invisible on their own.
 _INVISIBLE: Final = {"Cf", "Mn", "Zs"}
@@ -164,6 +168,16 @@ def is_visible(text: str) -> bool:
 def folded(label: str) -> str:
     """Return the form that labels have in common if they differ only by case or spaces."""
     return " ".join(label.split()).casefold()
+
+
+def table_cell(value: object) -> object:
+    """Return a cell for a CSV table: a spreadsheet shows a text and does not run it as a formula.
+
+    See OWASP, CSV injection. Numbers stay as they are.
+    """
+    if isinstance(value, str | Path) and str(value).startswith(_FORMULA_STARTS):
+        return f"'{value}"
+    return value
 
 
 def checked_label(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from model.label_texts import table_cell
 from model.outputs import DEFAULT_TOP_K
 from service.cli.answers import SET_FIELDS, add_server_flags, answers_from, handle_answers
 from service.cli.image_files import find_images
@@ -60,7 +61,9 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
     columns = ["file", "rank", "label", "index", "score", "error", *SET_FIELDS]
     table = csv.DictWriter(sys.stdout, columns)
     table.writeheader()
-    return lambda file, answer: table.writerows(_rows(file, answer))
+    return lambda file, answer: table.writerows(
+        {name: table_cell(value) for name, value in row.items()} for row in _rows(file, answer)
+    )
 
 
 def _json(answer: Answer) -> str:

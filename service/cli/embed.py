@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from model.errors import InputError
+from model.label_texts import table_cell
 from model.outputs import POOLINGS
 from service.cli.answers import Embedding, add_server_flags, answers_from, handle_answers
 from service.cli.image_files import (
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             writing(table),
             table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names,
         ):
-            csv.writer(names).writerows([_COLUMNS, *enumerate(file for file, _ in rows)])
+            files_of_rows = enumerate(table_cell(file) for file, _ in rows)
+            csv.writer(names).writerows([_COLUMNS, *files_of_rows])
     return code
 
 

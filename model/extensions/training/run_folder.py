@@ -24,6 +24,7 @@ from model.errors import TrainingError
 from model.extensions.datasets.split_record import SPLIT_FILE, SplitRecord
 from model.extensions.evaluation.evaluate import Evaluation
 from model.extensions.training.recipe import Recipe
+from model.label_texts import table_cell
 
 STATE_FILE: Final = "last.pt"
 METRICS_FILE: Final = "metrics.csv"
@@ -192,10 +193,9 @@ def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> N
     """Write the confusion matrix as CSV: a row a class, a column an answer."""
     with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["truth", *labels])
-        writer.writerows(
-            [label, *row] for label, row in zip(labels, measured.confusion, strict=True)
-        )
+        cells = list(map(table_cell, labels))
+        writer.writerow(["truth", *cells])
+        writer.writerows([cell, *row] for cell, row in zip(cells, measured.confusion, strict=True))
 
 
 def describe_device(device: torch.device) -> str:

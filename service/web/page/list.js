@@ -156,11 +156,12 @@ export class PictureList {
   }
 
   saveCsv() {
+    const inert = (text) => text.replace(/^[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/, "'$&"); // a spreadsheet would run a formula
     const quoted = (value) => (/[",\n\r]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
     const lines = this.rows.map((picture) => {
       const { name, label, score, note } = facts(picture);
       const abstained = picture.answer?.abstained ? "true" : "";
-      return [name, label, score ?? "", abstained, abstained ? "" : note].map((value) => quoted(String(value))).join(",");
+      return [inert(name), inert(label), score ?? "", abstained, abstained ? "" : inert(note)].map((value) => quoted(String(value))).join(",");
     });
     const text = ["file,label,score,abstained,error", ...lines, ""].join("\r\n");
     download(new Blob([text], { type: "text/csv" }), "pictures.csv");

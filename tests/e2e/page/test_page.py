@@ -97,7 +97,7 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     found.refusals_expected = True
     send_event(page, "drop", [CAT, DOG] * 5)
     late: dict[str, object] = {"name": "late.jpg", "mimeType": "", "buffer": DOG.read_bytes()}
-    choose(page, {"name": "notes, old.txt", "mimeType": "", "buffer": b"no picture"}, late)
+    choose(page, {"name": "=notes, old.txt", "mimeType": "", "buffer": b"no picture"}, late)
     expect(page.locator("tr.failed")).to_have_count(1)
     rows = page.locator("tbody tr")
     expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
@@ -128,7 +128,7 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     lines = Path(saved.value.path()).read_text().splitlines()
     assert lines[0] == "file,label,score,abstained,error"
     assert re.match(r"cat\.jpg,cat,0\.99", lines[1])
-    assert lines[-1].startswith('"notes, old.txt",,,,')
+    assert lines[-1].startswith('"\'=notes, old.txt",,,,')
     rows.nth(9).focus()
     page.keyboard.press("Delete")
     expect(rows).to_have_count(11)

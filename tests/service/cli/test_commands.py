@@ -24,7 +24,7 @@ from model.checkpoint import load_checkpoint
 from service.cli.main import commands, main
 from tests.conftest import REPOSITORY
 from tests.needs import needs
-from tests.service.cli.command_line import run, write_pictures
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 from tests.stub_server import answering
 from tests.vitserve.answers import CAT, MODEL
 
@@ -275,6 +275,19 @@ def test_classify_goes_on_after_a_bad_file(
     assert [Path(row["file"]).name for row in rows] == ["a.jpg", "aa.png", "b.PNG", "c.webp"]
     assert [bool(row["error"]) for row in rows] == [False, True, False, False]
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
+
+
+def test_a_csv_table_holds_no_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", ("=1+1", "+2", "-dog"))
+    monkeypatch.chdir(write_pictures(tmp_path / "pictures", "@a.png"))
+    code, out, _ = run(capsys, "classify", "@a.png", "--checkpoint", checkpoint, "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0
+    assert {row["label"] for row in rows} == {"'=1+1", "'+2", "'-dog"}
+    assert {row["file"] for row in rows} == {"'@a.png"}
+    assert all(0 <= float(row["score"]) <= 1 for row in rows)
 
 
 def test_pillow_does_not_log_in_commands(
