@@ -1,6 +1,8 @@
 """The settings of one checkpoint."""
 
+import json
 import re
+import shlex
 from collections.abc import Collection
 from typing import Final, Literal
 
@@ -19,6 +21,12 @@ _SETTING: Final = re.compile(
     r"--([a-z]+(?:-[a-z]+)*)(?: ([^ ()]+))? \(VIT_[A-Z_]+\)|VIT_([A-Z_]+)(?: \(--[a-z-]+\))?"
 )
 """A setting in a message: `--keys FILE (VIT_KEYS)`, `VIT_KEYS (--keys)` or `VIT_KEYS`."""
+
+
+_COMMAND: Final = re.compile(
+    r"""vitserve serve((?: --[a-z-]+ (?:[^\s'"]|'[^']*'|"[^"]*")+)+)""",
+)
+"""A command in a message that serves a checkpoint with its settings."""
 
 
 class ModelSettings(BaseModel):
@@ -88,11 +96,22 @@ def as_keys(message: str, place: str, unchanged: Collection[str] = ()) -> str:
     """Return a message in which settings of one checkpoint are keys of a file or a document.
 
     Args:
-        message: names settings as flags and environment variables.
+        message: names settings as flags and environment variables, or in a command that serves
+            the checkpoint with them.
         place: the file or document, which the result names after the first key.
         unchanged: names of settings that stay flags and environment variables.
     """
     is_first = True
+
+    def lines(match: re.Match[str]) -> str:
+        nonlocal is_first
+        is_first = False
+        words = shlex.split(match[1])
+        values = dict(zip(words[::2], words[1::2], strict=True))
+        pairs = {flag[2:].replace("-", "_"): value for flag, value in values.items()}
+        stated = pairs.keys() - {"checkpoint"} - set(unchanged)
+        texts = [f"{name} = {json.dumps(pairs[name])}" for name in pairs if name in stated]
+        return f"{', '.join(texts)} in {place}"
 
     def key(match: re.Match[str]) -> str:
         nonlocal is_first
@@ -103,4 +122,4 @@ def as_keys(message: str, place: str, unchanged: Collection[str] = ()) -> str:
         is_first = False
         return f'{name} = "{match[2]}"{where}' if match[2] else f"{name}{where}"
 
-    return _SETTING.sub(key, message)
+    return _SETTING.sub(key, _COMMAND.sub(lines, message))

@@ -162,7 +162,7 @@ class _StateDict:
         raise CheckpointError(
             f"{self.files.title}: no file says its {', '.join(missing)}: with the values of its "
             f"training code, this serves it: {command} (to train from it: vitserve convert with "
-            f"these flags and -o FOLDER, then --from FOLDER; {hint}: "
+            f"these settings and -o FOLDER, then --from FOLDER; {hint}: "
             "docs/checkpoints.md#plain-state-dicts)"
         )
 

@@ -1,5 +1,7 @@
 """What a plain state dict does not tell is asked for, and may be stated."""
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from model.checkpoint import load_checkpoint
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
+from service.model_settings import as_keys
 from tests.extensions.formats.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import (
     preprocess_file,
@@ -181,3 +184,23 @@ def test_absent_parts_must_be_stated(tmp_path: Path) -> None:
         load(state, tmp_path, f"{PLAIN},final_norm=false")
     with pytest.raises(CheckpointError, match="no file says its fc_norm"):
         load(state, tmp_path, PLAIN.replace("token", "avg"))
+
+
+@pytest.mark.parametrize("inherited", [(), ("labels",)])
+def test_an_entry_of_a_folder_is_served_by_a_toml(inherited: tuple[str, ...], tiny: Path) -> None:
+    preprocess = '{"size": 48, "mean": [0.5, 0.5, 0.5]}'
+    with pytest.raises(CheckpointError) as refusal:
+        load_checkpoint(str(tiny), architecture="vit,num_heads=3")
+    message = as_keys(str(refusal.value), "cats.toml", inherited)
+    keys, _, rest = message.partition("this serves it: ")[2].partition(" in cats.toml (")
+    assert tomllib.loads(keys.replace('", ', '"\n')) == {
+        "architecture": "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-06,"
+        "global_pool=token",
+        "preprocess": "deit-224",
+        **({} if inherited else {"labels": "numbers"}),
+    }
+    assert "vitserve serve" not in message
+    assert rest.startswith("to train from it: vitserve convert")
+    command = f"vitserve serve --checkpoint 'my cats.pth' --preprocess '{preprocess}' (VIT_LABELS)"
+    expected = f"preprocess = {json.dumps(preprocess)} in a.toml (labels)"
+    assert as_keys(command, "a.toml") == expected
