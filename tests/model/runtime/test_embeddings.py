@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def checkpoint_of(kind: str) -> Checkpoint:
-    config = ViTConfig.model_validate(make_checkpoint().config.model_dump() | KINDS[kind])
+    config = ViTConfig.model_validate(make_checkpoint(depth=1).config.model_dump() | KINDS[kind])
     torch.manual_seed(1)
     model = VisionTransformer(config)
     for parameter in model.parameters():
@@ -69,7 +69,7 @@ def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
         device="cpu",
         dtype="float32",
         compile_mode=MODES[backend],
-        threads=2,
+        threads=1,
         max_batch=8,
     )
 
@@ -107,7 +107,7 @@ def test_each_image_gets_its_own_embedding(kind: str, backend: str) -> None:
         requests = [
             RequestedOutputs(
                 2,
-                MapRequest.attention_row(1) if place == 4 else None,
+                MapRequest.attention_row(0) if place == 4 else None,
                 logits=place == 5,
                 embedding=None
                 if (pool := asked[place % len(asked)]) is None
@@ -140,7 +140,7 @@ def test_a_headless_model_embeds_the_same(kind: str, backend: str) -> None:
         name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")
     }
     headless = make_checkpoint(config=config, tensors=tensors, labels=())
-    requested = RequestedOutputs(1, MapRequest.attention_row(1), embedding=EmbeddingRequest())
+    requested = RequestedOutputs(1, MapRequest.attention_row(0), embedding=EmbeddingRequest())
     requests = [requested]
     if "rollout" in methods():
         requests.append(RequestedOutputs(1, MapRequest("rollout")))
