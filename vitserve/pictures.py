@@ -26,8 +26,8 @@ _ORIENTATION_TAG = 0x0112
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 _UNREAD_MODES = ("I;16B", "I;16L", "I;16N", "La")
 """Modes that Pillow converts to RGB by clipping at 255, or not at all."""
-
-_MAX_BYTE = 255
+_TIFF_MODES = ("F", "I")
+"""Modes that the service scales and rounds, and Pillow would clip and truncate."""
 
 _ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
 """Modes by an array's axes after rows and columns."""
@@ -47,7 +47,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def file_bytes(image: ImageSource) -> bytes:
-    """Return the bytes of an image file; PIL images and arrays become PNG.
+    """Return the bytes of an image file; arrays become PNG, PIL images PNG or TIFF.
 
     PIL and numpy are recognised by their attributes, because importing them is slow.
 
@@ -62,7 +62,7 @@ def file_bytes(image: ImageSource) -> bytes:
     if isinstance(image, str | os.PathLike):
         return read_file(Path(image))
     if hasattr(image, "getexif"):
-        return _png(cast("Image.Image", image))
+        return _encoded(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return _rest(cast("IO[bytes]", image))
     try:
@@ -76,7 +76,9 @@ def file_bytes(image: ImageSource) -> bytes:
         raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
     from PIL import Image  # noqa: PLC0415  slow to import, and few programs need it
 
-    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
+    return _encoded(
+        Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes())
+    )
 
 
 def _require_path(text: str) -> None:
@@ -114,32 +116,26 @@ def _read(file: IO[bytes], name: object) -> bytes:
     return bytes(content)
 
 
-def _png(image: Image.Image) -> bytes:
-    """Return the image as PNG, with the EXIF orientation and without other metadata."""
+def _encoded(image: Image.Image) -> bytes:
+    """Return the image as PNG, or as TIFF if its samples have 32 bits.
+
+    The file has the EXIF orientation and no other metadata.
+    """
     if 0 in image.size:
         raise ValueError(f"a picture of size {image.size} has no pixels: check how it was cut out")
     if image.mode in _UNREAD_MODES:
         raise TypeError(f"a PIL image of mode {image.mode}: convert it to L, RGB or I;16 first")
-    if image.mode in ("F", "I"):
-        _require_bytes(image)
     exif = image.getexif()
     orientation = type(exif)()
     orientation[_ORIENTATION_TAG] = exif.get(_ORIENTATION_TAG, 1)
+    file = io.BytesIO()
+    if image.mode in _TIFF_MODES:
+        image.copy().save(file, "TIFF", exif=orientation, compression="tiff_adobe_deflate")
+        return file.getvalue()
     if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
-    file = io.BytesIO()
     image.save(file, "PNG", exif=orientation, compress_level=1)
     return file.getvalue()
-
-
-def _require_bytes(image: Image.Image) -> None:
-    """Raise `ValueError` unless the values of one channel are bytes, because Pillow clips them."""
-    low, high = cast("tuple[float, float]", image.getextrema())
-    if low < 0 or not 1 < high <= _MAX_BYTE:
-        raise ValueError(
-            f"a PIL image of mode {image.mode} with values from {low:g} to {high:g}: "
-            "scale them to 0 to 255"
-        )
 
 
 def require_several(images: object) -> None:
