@@ -313,7 +313,8 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     """Return the function that converts any piece of `image` like `convert(mode)` on the whole.
 
     Return None if the image needs no conversion. Alpha is dropped, not blended, and ICC profiles
-    are ignored. Two kinds of modes are scaled, because Pillow would clip them:
+    are ignored. As in browsers, every CMYK JPEG counts as inverted, with Adobe's marker or without.
+    Two kinds of modes are scaled, because Pillow would clip them:
 
     * 16-bit grey (I;16, I;16B, I;16L, I;16N) is scaled to its highest eight bits, like Pillow's
       16-bit colour.
