@@ -46,9 +46,23 @@ _PICTURE_NAME: Final = re.compile(
     r"[^\n]{1,255}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", re.IGNORECASE
 )
 _NOT_BASE64: Final = "not base64; the service does not fetch URLs: send the picture's bytes"
-SPACES: Final = (
+_SPACES: Final = (
     "base64 with spaces: its '+' was decoded as in a form; percent-encode it, or send base64url"
 )
+_OTHER_SPELLINGS: Final = (
+    (
+        re.compile("b['\"]"),
+        "Python's text of bytes (b'...'): send base64.b64encode(data).decode()",
+    ),
+    (
+        re.compile(
+            r"(0x|\\x)?(ffd8ff|89504e47|47494638|52494646|49492a00|4d4d002a|[0-9a-f]{8}66747970)",
+            re.IGNORECASE,
+        ),
+        "hexadecimal: send base64",
+    ),
+)
+"""Beginnings of texts that hold a picture in another spelling than base64."""
 _URL_ENCODED: Final = re.compile(r"[\w.\[\]-]{1,50}=[^=]")
 _URL: Final = re.compile(r"(https?|s3|gs|file)://", re.IGNORECASE)
 
@@ -114,10 +128,9 @@ def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
     text = bare_base64(text)
     _check_size(text, max_bytes)
     try:
-        return from_base64(text)
-    except ValueError:
-        wrong = SPACES if has_lost_plus(text) else _NOT_BASE64
-        raise MalformedRequest(f"image: {wrong}") from None
+        return picture_of_base64(text)
+    except ValueError as error:
+        raise MalformedRequest(f"image: {error}") from None
 
 
 def _image_of(document: bytearray) -> Iterator[str]:
@@ -159,7 +172,7 @@ def picture_of_text(data: bytearray, max_bytes: int, right_call: str) -> bytearr
     Raises:
         UnsupportedImageFormat: the text is something else; the message names the likely mistake.
         UploadTooLarge: the picture has more than `max_bytes` bytes.
-        MalformedRequest: each `+` of the base64 became a space.
+        MalformedRequest: the picture is in another spelling than base64.
     """
     remove_mark(data)
     text = data.decode("ascii", "replace").strip()
@@ -172,8 +185,8 @@ def picture_of_text(data: bytearray, max_bytes: int, right_call: str) -> bytearr
             picture = from_base64(encoded)
             if has_prefix or is_picture(picture):
                 return picture
-    elif has_lost_plus(encoded):
-        raise MalformedRequest(SPACES)
+    if spelling := _other_spelling(encoded):
+        raise MalformedRequest(f"this is {spelling}")
     raise UnsupportedImageFormat(f"{mistake_in(data) or _mistake_in_text(text)}: {right_call}")
 
 
@@ -229,7 +242,25 @@ def bare_base64(text: str) -> str:
     return bare + "=" * (-len(bare) % 4)
 
 
-def has_lost_plus(text: str) -> bool:
+def picture_of_base64(text: str) -> bytearray:
+    """Return the file in a base64 text; raises `ValueError` that says what the text is instead."""
+    try:
+        picture = from_base64(text)
+    except ValueError:
+        raise ValueError(_other_spelling(text) or _NOT_BASE64) from None
+    if not is_picture(picture) and (spelling := _other_spelling(text)):
+        raise ValueError(spelling)
+    return picture
+
+
+def _other_spelling(text: str) -> str:
+    """Return what a text is that spells a picture in another way than base64, else nothing."""
+    if _has_lost_plus(text):
+        return _SPACES
+    return next((name for pattern, name in _OTHER_SPELLINGS if pattern.match(text)), "")
+
+
+def _has_lost_plus(text: str) -> bool:
     """Return whether a form turned each `+` of a picture's bare base64 into a space."""
     if " " not in text:
         return False

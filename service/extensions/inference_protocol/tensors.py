@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
 from service.unique_names import DuplicateName, unique_names
-from service.web.base64_pictures import SPACES, bare_base64, from_base64, has_lost_plus
+from service.web.base64_pictures import bare_base64, picture_of_base64
 from service.web.json_bodies import explained
 from service.web.upload import remove_mark
 
@@ -78,15 +78,14 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
             self.data = None
             for position, content in enumerate(flat):
                 flat[position] = None
-                text = bare_base64(content) if isinstance(content, str) else ""
                 try:
                     files.append(
-                        from_base64(text)
+                        picture_of_base64(bare_base64(content))
                         if isinstance(content, str)
                         else bytearray(memoryview(content))
                     )
-                except (TypeError, ValueError):
-                    wrong = SPACES if has_lost_plus(text) else "not a string in base64"
+                except (TypeError, ValueError) as error:
+                    wrong = "not a string in base64" if isinstance(error, TypeError) else error
                     raise MalformedRequest(
                         f"input {self.name!r}: element {position} is {wrong}"
                     ) from None

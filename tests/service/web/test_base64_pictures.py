@@ -170,6 +170,25 @@ def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
     assert str(raised.value).endswith(": send it as we say")
 
 
+@pytest.mark.parametrize(
+    ("write", "remedy"),
+    [
+        (lambda data: str(base64.b64encode(data)), "base64.b64encode(data).decode()"),
+        (str, "base64.b64encode(data).decode()"),
+        (bytes.hex, "hexadecimal: send base64"),
+        (lambda data: f"0x{data.hex().upper()}", "hexadecimal: send base64"),
+    ],
+    ids=["text of base64", "text of bytes", "hexadecimal", "0x"],
+)
+def test_other_spellings_name_the_remedy(write: Callable[[bytes], str], remedy: str) -> None:
+    text = write(PLUSES)
+    document = json.dumps({"image": text}).encode()
+    with pytest.raises(MalformedRequest, match=re.escape(remedy)):
+        read(document, "application/json")
+    with pytest.raises(MalformedRequest, match=re.escape(remedy)):
+        picture_of_text(bytearray(text.encode()), 10_000, RIGHT_CALLS)
+
+
 PLUSES = b"\xff\xd8\xff" + b"\xfb\xe0\0" * 40
 """The beginning of a JPEG whose base64 is full of `+`."""
 
