@@ -136,6 +136,7 @@ def test_a_folder_of_another_case_is_refused(
     answer = server.client.put("/heads/cases/examples/1", params={"label": "Red"})
     assert problem(answer) == (422, "invalid_parameter")
     assert described(server, "cases")["examples"] == {"red": 2, "blue": 2}
+    assert server.client.delete("/heads/cases").status_code == 204
 
 
 def test_an_unlike_picture_is_abstained_from(server: Served) -> None:
