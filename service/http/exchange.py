@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import re
 import urllib.parse
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -33,6 +34,8 @@ DISCARDED_BYTES: Final = 1 << 20
 
 # The parser bounds a length, but not its leading zeros, and Python converts up to 4,300 digits.
 _MAX_LENGTH_DIGITS = 20
+
+_ABSOLUTE = re.compile(rb"[^/]+://([^/?#]*)")
 
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus
@@ -105,6 +108,11 @@ class RequestHeaders:
         if len(target.path) > _MAX_PATH_BYTES:
             raise MalformedRequest(f"the path of the request has more than {_MAX_PATH_BYTES} bytes")
         path = target.path.decode("ascii")
+        absolute = _ABSOLUTE.match(self._url)
+        if absolute is not None:  # its host counts, not the header's (RFC 9112, 3.2.2)
+            self.headers = [
+                (name, absolute[1] if name == b"host" else value) for name, value in self.headers
+            ]
         return {
             **scope_of_connection,
             "http_version": self._parser.get_http_version(),
