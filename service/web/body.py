@@ -328,6 +328,11 @@ def _error_of(parse: Callable[[bytes], object], chunk: bytes) -> ServiceError | 
     try:
         parse(chunk)
     except FormParserError as error:
+        if str(error).startswith("Expected boundary"):
+            return MalformedRequest(
+                "multipart: the body begins with something else than the boundary of its "
+                f"Content-Type: leave a preamble out, and {_FORM_REMEDY}"
+            )
         return MalformedRequest(f"multipart: {error}: {_FORM_REMEDY}")
     except (MalformedRequest, UnsupportedMediaType) as error:
         return error

@@ -112,6 +112,12 @@ def test_broken_form_names_the_remedy(body: bytes) -> None:
         read(body)
 
 
+@pytest.mark.parametrize("body", [b"--other\r\n", b"preamble\r\n--xYz\r\n"])
+def test_preamble_of_a_form_is_named(body: bytes) -> None:
+    with pytest.raises(MalformedRequest, match="leave a preamble out"):
+        read(body)
+
+
 def test_part_without_name_is_refused() -> None:
     body = form(b"Content-Type: image/png\r\n\r\nx")
     with pytest.raises(MalformedRequest, match="a part lacks its name"):
