@@ -433,6 +433,18 @@ def test_client_imports_no_server_module(
     assert not modules & SERVER_ONLY
 
 
+def test_clients_are_in_the_package_on_demand(folder: Path) -> None:
+    lines = (
+        "import sys, vitserve",
+        "assert 'httpx' not in sys.modules",
+        "from vitserve import AsyncClient, Client",
+        "assert Client is vitserve.client.Client",
+    )
+    (folder / "program.py").write_text("\n".join(lines))
+    done = run_in(folder, "program.py")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_a_command_ignores_equal_file_names(folder: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
