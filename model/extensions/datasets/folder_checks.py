@@ -75,12 +75,12 @@ def check_classes(split: Split, remarks: Remarks, least: int, pick: str) -> None
 
 
 def _check_only_class(split: Split, remarks: Remarks, least: int, pick: str) -> None:
-    """Raise `DatasetError` if one class is too few."""
+    """Raise `DatasetError` if one class is too few, or if its folders may be the classes."""
     [only] = split.folders
     listing = list_folder(only)
     files = [file for folder in (only, *listing.folders) for file in list_folder(folder).files]
     tables = unread_tables(remarks.root, [*remarks.ignored, *files])
-    if not tables and least <= 1:
+    if not tables and least <= 1 and not listing.holds_folders_only:
         return
     hint = ""
     if listing.holds_folders_only:

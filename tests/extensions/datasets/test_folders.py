@@ -460,3 +460,12 @@ def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:
     write_class(root / "val" / "Red", "red", 1)
     with pytest.raises(DatasetError, match="'red' only in train/, 'Red' only in val/"):
         find_pictures(root)
+
+
+def test_wrapped_classes_are_not_one_class(tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    write_folder(outer / "pets", 1)
+
+    with pytest.raises(DatasetError, match=r"if its folders are the classes: --data \S+/pets$"):
+        find_pictures(outer, least_classes=1)
