@@ -45,8 +45,8 @@ class Address(NamedTuple):
     socket: Path
     memory: Path | None
 
-    def slots(self, index: int) -> SharedPixels:
-        """Return the slots of a client, which takes those of the worker with its index."""
+    def buffers(self, index: int) -> SharedPixels:
+        """Return the buffers of a client, which takes those of the worker with its index."""
         if self.memory is None:
             return SharedPixels(memoryview(b""), 0)
         with self.memory.open("r+b") as file:
@@ -151,7 +151,7 @@ async def _client(address: Address, index: int, pictures: int, seconds: float) -
     """Keep pictures in progress until the end; return the number of answers within the seconds."""
     begin = time.monotonic() + _HEAD_START
     end = begin + seconds
-    models = RemoteModels([EngineClient(address.socket, "auto", address.slots(index))])
+    models = RemoteModels([EngineClient(address.socket, "auto", address.buffers(index))])
     connected = asyncio.Event()
     models.start(lambda: connected.set() if models.default.current.engine.ready else None)
     await connected.wait()

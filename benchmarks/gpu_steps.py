@@ -322,7 +322,7 @@ def engine(bench: Bench) -> None:
 def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
     """Start a service, and yield its engine process for measurements."""
     clients = bench.arguments.workers[0]
-    # Each client takes the slots of a worker.
+    # Each client takes the buffers of a worker.
     workers = clients if bench.arguments.smoke else max(clients, *_CLIENTS)
     pictures = _UNDER_WAY * size
     with (

@@ -86,7 +86,7 @@ class EngineClient:
     Args:
         path: path of the engine's socket.
         device: device in the status before the engine publishes one.
-        shared: this worker's slots in the memory of the engine.
+        shared: this worker's buffers in the memory of the engine.
 
     Attributes:
         published: last published values.

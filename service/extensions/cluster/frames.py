@@ -70,7 +70,7 @@ class Pixels(_Frame, frozen=True, tag=0):
 
     Attributes:
         shape: (H, W, C).
-        data: their slot in shared memory; or their bytes, a view of the received frame.
+        data: their buffer in shared memory; or their bytes, a view of the received frame.
     """
 
     shape: tuple[int, int, int]
@@ -78,7 +78,7 @@ class Pixels(_Frame, frozen=True, tag=0):
 
     @classmethod
     def of(cls, pixels: NDArray[np.uint8], shared: SharedPixels) -> Self:
-        """Copy pixels into a slot, if one is free."""
+        """Copy pixels into a buffer, if one is free."""
         high, wide, channels = pixels.shape
         return cls((high, wide, channels), shared.put(pixels))
 

@@ -1,8 +1,8 @@
 """Memory that web workers share with an engine process, for pictures on their way.
 
-A worker copies a picture into a slot, and sends where the slot begins. The slot is free again after
-the answer, which the engine gives once it does not read the slot any more, or with the end of the
-connection. Frames carry pictures without a slot.
+A worker copies a picture into a buffer, and sends where the buffer begins. The engine answers once
+it no longer reads the buffer. The answer, or the end of the connection, frees the buffer. Frames
+carry pictures without a buffer.
 """
 
 import mmap
@@ -21,7 +21,7 @@ def shared_memory(workers: int) -> memoryview:
 
 
 class SharedPixels:
-    """The slots of one worker, by its index; no slots if the memory is empty."""
+    """The buffers of one worker, by its index; no buffers if the memory is empty."""
 
     def __init__(self, memory: memoryview, index: int) -> None:
         self._memory = memory
@@ -30,26 +30,26 @@ class SharedPixels:
         self.clear()
 
     def clear(self) -> None:
-        """Free all slots."""
+        """Free all buffers."""
         self._unused = self._begin
-        self._bytes: dict[int, int] = {}  # of the picture in each slot
-        self._free: dict[int, list[int]] = {}  # slots by their bytes
+        self._bytes: dict[int, int] = {}  # of the picture in each buffer
+        self._free: dict[int, list[int]] = {}  # buffers by their bytes
 
     def put(self, pixels: NDArray[np.uint8]) -> int | memoryview:
-        """Copy a picture, and return where its slot begins; its bytes if no slot is free."""
+        """Copy a picture, and return where its buffer begins; its bytes if no buffer is free."""
         free = self._free.setdefault(pixels.nbytes, [])
         if free:
-            slot = free.pop()  # the last one, because the processor may still cache it
+            buffer = free.pop()  # the last one, because the processor may still cache it
         elif self._unused + pixels.nbytes <= self._end:
-            slot = self._unused
+            buffer = self._unused
             self._unused += pixels.nbytes
         else:
             return np.ascontiguousarray(pixels).reshape(-1).data
-        np.ndarray(pixels.shape, np.uint8, self._memory, slot)[...] = pixels
-        self._bytes[slot] = pixels.nbytes
-        return slot
+        np.ndarray(pixels.shape, np.uint8, self._memory, buffer)[...] = pixels
+        self._bytes[buffer] = pixels.nbytes
+        return buffer
 
-    def free(self, slot: int | memoryview) -> None:
-        """Free a slot; bytes without a slot have no effect."""
-        if isinstance(slot, int):
-            self._free[self._bytes.pop(slot)].append(slot)
+    def free(self, buffer: int | memoryview) -> None:
+        """Free a buffer; bytes without a buffer have no effect."""
+        if isinstance(buffer, int):
+            self._free[self._bytes.pop(buffer)].append(buffer)

@@ -39,7 +39,7 @@ WORKERS: Final = 2
 UNDER_WAY: Final = 24
 SIDES: Final = (32, 96, 224)
 # Room for some of the pictures, so that the others are sent through the socket.
-SLOT_BYTES: Final = 1_000_000
+BUFFER_BYTES: Final = 1_000_000
 
 
 class Counts:
@@ -94,7 +94,7 @@ async def serve(address: Address) -> None:
 async def ask(addresses: Sequence[Address], index: int, counts: Counts) -> None:
     engines = []
     for path, memory in addresses:
-        part = SharedPixels(memory[: index * PART_BYTES + SLOT_BYTES], index)
+        part = SharedPixels(memory[: index * PART_BYTES + BUFFER_BYTES], index)
         engines.append(EngineClient(path, "cpu", part))
     models = RemoteModels(engines)
     models.start(lambda: None)

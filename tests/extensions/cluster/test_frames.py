@@ -33,7 +33,7 @@ from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 from vitserve.documents import ListedModel
 
-NO_SLOTS = SharedPixels(memoryview(b""), 0)
+NO_BUFFERS = SharedPixels(memoryview(b""), 0)
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
@@ -79,7 +79,7 @@ def results(draw: st.DrawFn) -> InferenceResult:
 
 
 PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
-CARRIED = st.builds(frames.Pixels.of, PIXELS, st.just(NO_SLOTS)) | st.builds(
+CARRIED = st.builds(frames.Pixels.of, PIXELS, st.just(NO_BUFFERS)) | st.builds(
     frames.Pixels, st.just((3, 2, 3)), SMALL
 )
 REGIONS = st.builds(Region, *[st.floats(0, 100)] * 4)
@@ -212,7 +212,7 @@ def test_frames_survive_any_cut_of_a_stream(sent: list[frames.Frame], cut: int) 
     cuts=st.lists(st.integers(0, 300_000), max_size=5),
 )
 def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
-    pictures = [frames.Pixels.of(noise(n, size), NO_SLOTS) for n, size in enumerate(sizes)]
+    pictures = [frames.Pixels.of(noise(n, size), NO_BUFFERS) for n, size in enumerate(sizes)]
     sent = [
         frames.Call(n, frames.Submit(1, pixels, RequestedOutputs(1), 1.0))
         for n, pixels in enumerate(pictures)

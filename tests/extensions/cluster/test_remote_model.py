@@ -40,7 +40,7 @@ from tests.service.fakes import (
     request_for,
 )
 
-NO_SLOTS = SharedPixels(memoryview(b""), 0)
+NO_BUFFERS = SharedPixels(memoryview(b""), 0)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -224,7 +224,7 @@ class LateReader(FakePredictor):
 
 
 @on_a_loop
-async def test_a_cancelled_picture_keeps_its_slot() -> None:
+async def test_a_cancelled_picture_keeps_its_buffer() -> None:
     async with running(predictor=LateReader) as service:
         model = await service.worker()
         predictor = service.devices[0].predictors["configured"]
@@ -245,7 +245,7 @@ async def test_a_cancelled_picture_keeps_its_slot() -> None:
 
 
 @on_a_loop
-async def test_pictures_without_a_slot_are_sent() -> None:
+async def test_pictures_without_a_buffer_are_sent() -> None:
     async with running() as service:
         picture = pixels(0).nbytes
         service.devices[0].shared = service.devices[0].shared[: 2 * picture]
@@ -671,24 +671,24 @@ async def test_invalid_frames_end_one_connection(
 
 
 @on_a_loop
-async def test_a_refused_picture_takes_no_slot() -> None:
-    slots = SharedPixels(shared_memory(1), 0)
-    client = EngineClient(Path("nowhere"), "cpu", slots)
+async def test_a_refused_picture_takes_no_buffer() -> None:
+    buffers = SharedPixels(shared_memory(1), 0)
+    client = EngineClient(Path("nowhere"), "cpu", buffers)
     with pytest.raises(EngineUnavailable, match="the model is loading"):
         client.put(pixels(1))
-    assert slots.put(pixels(1)) == 0  # the first one
+    assert buffers.put(pixels(1)) == 0  # the first one
 
 
 @on_a_loop
 async def test_names_wait_for_the_first_engine() -> None:
-    models = RemoteModels([EngineClient(Path("nowhere"), "cpu", NO_SLOTS)])
+    models = RemoteModels([EngineClient(Path("nowhere"), "cpu", NO_BUFFERS)])
     with pytest.raises(EngineUnavailable, match="the model is loading"):
         models.key("birds")
 
 
 @on_a_loop
 async def test_a_recall_revives_no_old_version() -> None:
-    client = EngineClient(Path("nowhere"), "cpu", NO_SLOTS)
+    client = EngineClient(Path("nowhere"), "cpu", NO_BUFFERS)
     sent = list[frames.Frame]()
     status = replace(client.status, state="ready")
     client.published = frames.StatusChanged(status, client.published.kept, {}, {})

@@ -1,4 +1,4 @@
-"""Shared memory for pictures: no slot has two pictures, and killed processes mix none up."""
+"""Shared memory for pictures: no buffer has two pictures, and killed processes mix none up."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ SHAPES = st.sampled_from([(8, 8, 3), (16, 8, 3), (5, 7, 1)])
 BYTES = 2000
 
 
-class Slots(RuleBasedStateMachine):
-    """Puts pictures into slots and frees them; the bytes of all others stay."""
+class Buffers(RuleBasedStateMachine):
+    """Puts pictures into buffers and frees them; the bytes of all others stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,19 +30,19 @@ class Slots(RuleBasedStateMachine):
         picture = self.random.integers(0, 256, shape, np.uint8)
         if is_transposed:
             picture = picture.transpose(1, 0, 2)
-        slot = self.shared.put(picture)
-        if isinstance(slot, int):
-            assert slot not in self.pictures
-            self.pictures[slot] = picture
+        buffer = self.shared.put(picture)
+        if isinstance(buffer, int):
+            assert buffer not in self.pictures
+            self.pictures[buffer] = picture
         else:
-            assert slot.tobytes() == picture.tobytes()
+            assert buffer.tobytes() == picture.tobytes()
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         if self.pictures:
-            slot = data.draw(st.sampled_from(sorted(self.pictures)))
-            del self.pictures[slot]
-            self.shared.free(slot)
+            buffer = data.draw(st.sampled_from(sorted(self.pictures)))
+            del self.pictures[buffer]
+            self.shared.free(buffer)
 
     @rule()
     def clear(self) -> None:
@@ -51,26 +51,26 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def keeps_the_bytes(self) -> None:
-        for slot, picture in self.pictures.items():
-            assert self.memory[slot : slot + picture.nbytes].tobytes() == picture.tobytes()
+        for buffer, picture in self.pictures.items():
+            assert self.memory[buffer : buffer + picture.nbytes].tobytes() == picture.tobytes()
 
 
-Slots.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestSlots = Slots.TestCase
+Buffers.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBuffers = Buffers.TestCase
 
 
 def test_each_worker_has_a_part_of_its_own() -> None:
     memory = shared_memory(2)
     parts = [SharedPixels(memory, index) for index in range(2)]
     picture = np.full((PART_BYTES // 4, 1, 2), 7, np.uint8)
-    slots = [part.put(picture) for part in parts for _ in range(3)]
-    assert [slot for slot in slots if isinstance(slot, int)] == [
+    buffers = [part.put(picture) for part in parts for _ in range(3)]
+    assert [buffer for buffer in buffers if isinstance(buffer, int)] == [
         0,
         PART_BYTES // 2,
         PART_BYTES,
         PART_BYTES // 2 * 3,
     ]
-    assert [isinstance(slot, memoryview) for slot in slots] == [False, False, True] * 2
+    assert [isinstance(buffer, memoryview) for buffer in buffers] == [False, False, True] * 2
 
 
 @pytest.mark.timeout(120)
