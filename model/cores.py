@@ -38,7 +38,7 @@ def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int
 def _group_folders(mount: Path, own_groups: Path) -> set[Path]:
     """Return the folders of the process's control groups and their parents (cgroup v1 and v2).
 
-    A container often sees its own group as the root of the mount, but the path as on the host. Then
+    In a container, the root of the mount is often its own group, but the path is the host's. Then
     the folders of the path are missing, and the root has the quota.
     """
     try:

@@ -43,7 +43,7 @@ _EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
 
 # Format characters (category Cf) that change nothing that a reader sees. Excluded are characters
 # with a visible sign, and joiners within words, emoji and flags.
-# The class comes first, because `re` then finds a character without a look around each other one.
+# The class comes first, so that `re` looks around its characters only, not around all.
 _HIDDEN: Final = re.compile(
     "[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"

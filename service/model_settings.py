@@ -98,7 +98,7 @@ def as_keys(message: str, place: str, unchanged: Collection[str] = ()) -> str:
     Args:
         message: names settings as flags and environment variables, or in a command that serves
             the checkpoint with them.
-        place: the file or document, which the result names after the first key.
+        place: name of the file or document; in the result it follows the first key.
         unchanged: names of settings that stay flags and environment variables.
     """
     is_first = True

@@ -68,8 +68,7 @@ class ApiKey:
     def owner(self) -> str:
         """Return the configured name, or a digest of the secret.
 
-        Default names count positions, which change with the list. Do not show the digest to
-        callers.
+        Default names are not used: they change with the list. Do not show the digest to callers.
         """
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
@@ -272,8 +271,8 @@ def parse_keys(value: object) -> list[ApiKey]:
     """Return the keys of `NAME:KEY` or `KEY`; the first key without a name is called `key1`.
 
     Raises:
-        ValueError: two keys or two names are equal, or a name lacks its key. An unset variable in
-            `web:$KEY` would otherwise be a key that can be guessed, and in `$ONE,$OTHER` would open
+        ValueError: two keys or two names are equal, or a name lacks its key. With unset variables,
+            `web:$KEY` would otherwise be a key that can be guessed, and `$ONE,$OTHER` would open
             the service to everybody.
     """
     items: Any = _list_items(value, "keys", _KEY_EXAMPLE) if isinstance(value, str) else value

@@ -57,8 +57,8 @@ def shrink(data: bytes, side: float) -> Shrunk:
         scale = fitting[0]
         image.draft(None, (width // scale, height // scale))  # decodes a JPEG at that scale
         image.load()
-        # Drop transparent colours, and further places where Pillow, but not the service, looks for
-        # an orientation.
+        # Drop transparent colours, and entries where Pillow, unlike the service, finds an
+        # orientation.
         image.info = {name: value for name, value in image.info.items() if name == "exif"}
         small = image.convert(mode)
         if image.format == "PNG":

@@ -84,8 +84,8 @@ class TimmArguments(CommonArguments):
     """Arguments of timm's `VisionTransformer`, with its defaults.
 
     Attributes:
-        mlp_layer: this project's name, like `distilled` and `stem_layers`; timm's entry points pass
-            Python objects instead.
+        mlp_layer, distilled, stem_layers: not timm's own names: its entry points pass Python
+            objects.
         rel_pos: whether each block has relative position biases, from a table or an MLP, its own
             or shared by all blocks.
         norm_order, patch_bias, patch_norms, attn_dim: for networks that are not timm's.

@@ -19,7 +19,7 @@ a token to the gradients for its attention heads, and V from the gradient for a 
        few:  G[s] = sum over q and heads of A[q, s] V P g[q]  +  g[s] if s is a q
 
 3. Trace back. A token's features come in part from other tokens j, through the attention of earlier
-   blocks. This part M of the strongest tokens' relevance moves to its sources: two blocks back,
+   blocks. The same part M of the strongest tokens' relevance moves to its sources: two blocks back,
    along the residual connections, past the MLPs.
 
        M[s, j] = sum over blocks and heads of A[s, j] (P G[s]) . v[j]

@@ -76,14 +76,14 @@ MinSize = Callable[[int, int], tuple[int, int]]
 # Converts a piece of one picture.
 Converter = Callable[[Image.Image], Image.Image]
 
-# The decoder reads bits ahead of their use, in which a flat picture may have several rows. No code
-# has ones only (ITU-T T.81, annex C), so that these 9 bytes of ones fill at most three blocks.
+# The decoder reads bits ahead, which may hold several rows of a flat picture. No code has ones only
+# (ITU-T T.81, annex C), so that these 9 bytes of ones fill at most three blocks.
 _PADDING: Final = b"\xff\0" * 9
-# Marks in a row: that a picture has all of their values is improbable.
+# Marks in the last row: a picture hardly has all of their values.
 _MARKS: Final = 4
 
 _NOT_FINITE: Final = "some pixels are not finite"
-# The brightest pixel must reach one part in this many of a range, unless it is the smallest.
+# Except in the smallest range, a pixel must reach one part in this many of the range.
 _LEAST_SHARE: Final = 8
 _COLOURS = ("RGB", "RGBA", "RGBX", "CMYK")
 _GREY = ("1", "L", "LA", "La")
@@ -218,7 +218,7 @@ class _JpegFile(io.BytesIO):
     """A JPEG with one scan, whose end marker is read only if the pixels before it are there.
 
     libjpeg fills missing pixels when it reads the end marker, and Pillow does not tell. Without
-    that marker, it decodes no row of blocks of which more than three are missing.
+    that marker, it decodes no row that lacks more than three blocks.
 
     Args:
         data: the file.

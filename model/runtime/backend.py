@@ -80,7 +80,7 @@ class Compilation:
     Attributes:
         state: the state.
         reason: why it was skipped or failed; empty in other states.
-        graphs: remark about CUDA graphs that are off, or of the uncompiled model; else empty.
+        graphs: remark if CUDA graphs are off, or are of the uncompiled model; else empty.
     """
 
     state: CompilationState

@@ -51,8 +51,8 @@ class PredictorOptions(TypedDict, total=False):
         max_batch: largest batch ever launched; None for the device's default.
         threads: threads that compute on the CPU; None: `compute_threads`, or one if a GPU computes.
         streams: batches computed at the same time; None for the device's default.
-        launch_sizes: batch sizes to compile for, instead of powers of two, or finer ones on CUDA;
-            the largest is `max_batch`.
+        launch_sizes: batch sizes to launch on CUDA, instead of `captured_sizes`; on a CPU only the
+            largest counts, as `max_batch`.
         graphs: whether launch sizes become CUDA graphs on CUDA.
         transfer: whether transfer features have graphs, too; otherwise CUDA computes them
             uncompiled.

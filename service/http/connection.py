@@ -88,8 +88,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     Attributes:
         left: done when the socket is closed.
         caller: name of the last caller; its address until the application sets another name.
-        refused_at: reading of the application's clock when the last answer of
-            `service.web.refusal_pace.RefusalPace.delay` is due.
+        refused_at: reading of the application's clock when the last refusal that
+            `service.web.refusal_pace` delayed is due.
         is_refused: whether to discard all further bytes.
         exchange: the last request, until its answer is complete and its body has ended.
         request_headers: headers of the next request, as far as they have arrived.

@@ -1,8 +1,8 @@
 """All models of a service: their names, and the changes that requests and the operator cause.
 
 `LocalModels` has the models of this process, and `service.extensions.cluster.remote_model` the
-models of other processes. When the folder of models is read again, its entries replace models that
-were loaded over HTTP under their names, and restore deleted ones.
+models of other processes. When the folder of models is read again, its entries replace models of
+the same names that came over HTTP, and restore deleted ones.
 """
 
 import asyncio

@@ -123,7 +123,7 @@ class LocalModel(ServedModel):
         self.on_change()
 
     def _replace_by_unloaded(self) -> Version[ModelEngine]:
-        """Make a new version with the same number current; return the old one, still unmoved."""
+        """Make a new version of the same number current; return the old one in its old state."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info

@@ -127,7 +127,7 @@ class OnDemandModels(Models):
     async def _load_all(self) -> None:
         """Load each model in turn, even if it does not fit.
 
-        Afterwards each model is described, so a request that the model refuses does not load it.
+        Afterwards each model is described, and can refuse a request without being loaded.
         """
         for key, model in list(self.served.items()):
             if model.state == "loading":  # otherwise a request has already caused its load

@@ -94,7 +94,7 @@ class Residency:
     # Callers
 
     def require_share(self, caller: str, key: str) -> None:
-        """Raise `ModelsFull` if a load would unload others again soon after the caller's last."""
+        """Raise `ModelsFull` if a caller's loads would unload others twice within a short time."""
         seconds = self._charged_until.get(caller, 0.0) - self._clock()
         if seconds > 0 and self.lacking(key):
             raise _full(

@@ -55,9 +55,8 @@ class SwappableModels(OnDemandModels):
 
         Args:
             name: name of the model.
-            checkpoint: see `Models.put`. None reloads the served checkpoint.
-                With `waits`, or for the default model, None means the configured checkpoint, if
-                there is one.
+            checkpoint: see `Models.put`. None means the configured checkpoint if there is one and
+                either `waits` is set or the model is the default; else the served one.
             waits: whether to wait for the load under way.
             agree: called when the version is loaded; returns when it may take over, or raises an
                 error that refuses it.

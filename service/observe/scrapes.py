@@ -9,7 +9,7 @@ from service.background import Tasks
 
 # Pause after a text, as a multiple of the time that writing it took.
 _PAUSE: Final = 4
-# Longest pause: a text that waits for other replicas takes seconds, but not of the event loop.
+# Longest pause: waiting for other replicas takes seconds, but not the event loop's time.
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 
 
@@ -43,7 +43,7 @@ class Scrapes:
         self._waiting: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """Return a text that is written from now on; raises what writing it raises."""
+        """Return a text begun after this call; raises the errors of its writing."""
         if self._waiting is None:
             self._waiting = self._tasks.begin(self._write_later())
         # Other scrapes wait for the same text, even if this one ends.

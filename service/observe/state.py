@@ -27,8 +27,8 @@ class Sources:
         statuses: returns the statuses of the engines.
         recent: returns the number of kept pictures, their bytes, and the number of evictions.
         slots: returns the number of images that take a slot, and the number of slots.
-        models: returns the list of models and heads, or None to keep every series. Series of other
-            models end.
+        models: returns the models and heads, whose series stay while others end; None keeps all
+            series.
         results: returns counts of loads and swaps by result.
         reloads: returns whether the last swap of each model succeeded, by its name.
         recent_ttl: seconds for which a picture is kept.

@@ -1,1 +1,1 @@
-"""The path of a request: HTTP protocol, middleware, admission, upload, request, routes."""
+"""The path of a request: middleware, admission, body, picture, routes."""

@@ -34,7 +34,7 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""A body may be this many seconds behind its rate. A burst puts it at most as many ahead."""
+"""A body may lag its rate by this many seconds; a burst pays for at most as many in advance."""
 
 PROMISE_SECONDS: Final = 0.1
 """A body younger than this counts as a request that will soon take a slot."""

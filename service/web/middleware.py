@@ -52,7 +52,7 @@ _MAX_PATH = 200
 """Characters of a request's path in its log line."""
 
 _MAX_ADDRESS = 64
-"""Characters of a client's address; a proxy may send any, and callers are remembered."""
+"""Most characters kept of an address: a proxy may send any text, and it is remembered."""
 
 
 def request_id_from(sent_id: str) -> str:

@@ -113,8 +113,8 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     The caller must leave that job.
 
     A thread decodes a file if its header bounds the work, else a process does. A picture from a
-    process then waits for a turn in the lane of the threads. The caller is charged as for a file
-    with as many bytes as the decoded picture. The process stays taken until that turn
+    process then waits for a turn in the lane of the threads. There, the bytes of the decoded
+    picture count as the size of a file. The process stays taken until that turn
     begins: otherwise processes would decode far ahead of the model.
 
     Raises:

@@ -47,7 +47,7 @@ def place_dinov2(
 
 
 def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> StoredNetwork:
-    """Resize positions; add a table that all blocks share to each block's own table."""
+    """Resize positions; each block's own table gets the shared one added."""
     shape = (relative_table_size(config.grid), config.heads)
     shared = None
     if "shared.relative_position_bias_table" in tensors:

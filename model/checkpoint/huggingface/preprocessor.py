@@ -60,7 +60,7 @@ _CLASSES: Final = {
 
 Statistic = float | list[float]
 Resized = tuple[Literal["squash", "shortest_edge"], tuple[int, int]]
-# Names of steps that change pixels in other classes, and that their classes do not have.
+# Names of steps that change pixels, and that the classes above do not have.
 _STEP: Final = re.compile("do_|rescale_offset|offset")
 # A factor within this share of 1/255 is 1/255.
 _TOLERANCE: Final = 1e-6
@@ -253,8 +253,8 @@ def _channels(files: Files) -> int:
 def _statistics(processor: _Processor, channels: int) -> tuple[list[float], list[float]]:
     """Return the mean and deviation of pixels of 0...1 that give the processor's values.
 
-    A processor with another factor than 1/255, or without one, gives the same values as a processor
-    with that factor and other statistics.
+    A processor with another factor than 1/255, or without one, gives the same values as one with
+    1/255 and other statistics.
     """
     mean = [0.0] * channels
     std = [1.0] * channels

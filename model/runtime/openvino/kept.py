@@ -5,7 +5,7 @@
               /reference.safetensors  torch's outputs, which each later start compares with its own
               /head.safetensors       the head's weights, for a process that has the same backbone
 
-If another loaded model had the backbone when an entry was written, it has a head and no graph.
+An entry has no graph but a head if another loaded model had the backbone when it was written.
 
 The key is a hash of every setting, version and fact of the machine that the graph depends on, and
 not of runtime options such as the number of threads. The manifest names every file that was read
@@ -310,7 +310,7 @@ class Keep:
             return graph
 
     def _unnamed_commit(self) -> str | None:
-        """Return the hub commit of a file that no setting names; a later start asks the hub."""
+        """Return the commit of a hub file if no setting names it; a later start asks the hub."""
         for path in self.files:
             match = re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path))
             if match and match[1] not in self.entry.facts:

@@ -103,8 +103,8 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     with torch.inference_mode(mode=False), torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
-        # The decoder needs a name, because the frontend reads it until the graph is built without
-        # keeping a reference to it.
+        # The decoder needs a name: the frontend reads it until the graph is built, but does not
+        # hold it.
         decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
         graph = frontend.convert(frontend.load(decoder))
     graph.reshape({0: PartialShape([-1, *example.shape[1:]])})

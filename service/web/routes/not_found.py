@@ -77,7 +77,7 @@ def no_such_method(method: str, path: str, allowed: Collection[str], known: Rout
 
 
 def _nearest_by_name(method: str, path: str, known: Routes) -> str:
-    """Return the route that the end of a path is called by, or an empty text.
+    """Return the route that the end of a path names, or an empty text.
 
     The name of a model may follow: `/models/NAME:predict`, `/explanations/NAME`.
     """

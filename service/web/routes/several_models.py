@@ -144,7 +144,7 @@ def _names(query: ClassifyQuery, models: Models) -> list[str]:
                 f"model {query.model!r:.200}: {name!r} is not a model's name; "
                 f"expected names between commas, or {ALL_MODELS} alone for all models"
             )
-        if name not in models.heads:  # an error of a served head is its answer
+        if name not in models.heads:  # a head's error becomes its answer
             models.key(name)
     if len(names) > most:
         raise InvalidParameter(
