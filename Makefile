@@ -85,7 +85,7 @@ test: $(VENV)/.test
 # Files that start processes, compile graphs or decode many pictures.
 SLOW := $(addprefix tests/, service/engine/test_loading.py service/web/test_decoders.py \
 	service/test_single_process.py service/web/routes/test_zero_shot.py service/test_children.py \
-	service/test_documented_extension.py service/test_extension_starts.py service/web/test_request.py \
+	service/test_documented_extension.py service/test_extension_starts.py service/web/test_admit.py \
 	service/web/test_base64_pictures.py service/web/test_library_networks.py vitserve/test_shrinking.py)
 
 test-fast: $(VENV)/.test

@@ -545,7 +545,7 @@ def test_setting_without_effect_is_named(flags: dict[str, Any], warning: str | N
     assert unused_warnings(load_settings(flags)) == ([] if warning is None else [warning])
 
 
-@pytest.mark.parametrize("name", ["teach", "model_name", "labels", "cache_dir", "recent_url"])
+@pytest.mark.parametrize("name", ["model_name", "labels", "cache_dir", "recent_url"])
 @pytest.mark.parametrize("value", ["value # a comment", "# a comment", '"value" # a comment'])
 def test_comment_of_env_file_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(f"VIT_{name.upper()}", value)

@@ -54,7 +54,9 @@ def test_classify_walks_a_folder_in_order(
         assert sum(scores) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("command", ["classify", "attention", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["classify", "attention", pytest.param("inspect", marks=needs("evaluation"))]
+)
 def test_a_folder_of_models_is_not_one_model(
     command: str,
     pictures: Path,
