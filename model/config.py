@@ -34,7 +34,7 @@ CropShare = Annotated[float, Field(ge=0.01, le=1)]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 # Standard deviation of pixels of 0...1. A smaller divisor would make pixels overflow in the
 # network.
-Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
+Deviation = Annotated[float, Field(ge=1e-4, le=1e3)]
 
 _MAX_TOKENS: Final = 65536
 # Most numbers in the output of a layer for one image: 512 MiB. ViT-H/16 gives 84 million at 2048

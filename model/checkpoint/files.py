@@ -211,9 +211,14 @@ class Files:
         return dict(content)
 
     def _stored(self) -> Mapping[str, Tensor]:
-        """Return all tensors from the first of the usual files of weights, or from all shards."""
-        name = next((name for name in self.weights if self.path(name) is not None), None)
-        if name in (INDEX_FILE, PICKLE_INDEX_FILE):
+        """Return all tensors of the file or index that the config names, else of a usual one.
+
+        Without either, return the tensors of all shards.
+        """
+        name = self._named_weights()
+        if name is None:
+            name = next((name for name in self.weights if self.path(name) is not None), None)
+        if name is not None and name.endswith(".index.json"):
             return self._sharded(name)
         if name is not None:
             return self.part(name)
@@ -226,10 +231,25 @@ class Files:
             f"{self.misnamed(WEIGHTS_FILE)}{_remedy_without_weights(names)}"
         )
 
+    def _named_weights(self) -> str | None:
+        """Return the file of weights that a config of transformers names, if it does."""
+        name = self.config.get("transformers_weights")
+        if name is None:
+            return None
+        if not isinstance(name, str) or not name.endswith(
+            (".safetensors", ".safetensors.index.json")
+        ):
+            raise CheckpointError(
+                f"{self.where(CONFIG_FILE)}: transformers_weights {name!r:.100}: expected the name "
+                "of a safetensors file or its index; save the weights so, or remove the field"
+            )
+        self.required(name)
+        return name
+
     def _sharded(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the shards that an index names."""
         where = self.where(name)
-        suffix = ".safetensors" if name == INDEX_FILE else ".bin"
+        suffix = ".bin" if name == PICKLE_INDEX_FILE else ".safetensors"
         index = self.json(name).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise CheckpointError(

@@ -74,7 +74,7 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
     known = parameters_of(query_model)
     require_known(values, known)
     try:
-        return query_model.model_validate(values)
+        query = query_model.model_validate(values)
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
         parameter = first["loc"][0]
@@ -85,6 +85,11 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
             if other["loc"][0] == parameter and other["type"] == "literal_error":
                 message += f", or {other['msg'].removeprefix('Input should be ')}"
         raise InvalidParameter(f"{parameter}: {message}") from None
+    for parameter, attribute in zip(known, query_model.model_fields, strict=True):
+        # Python reads 0_1 as 1, but its sender may mean 0.1.
+        if "_" in values.get(parameter, "") and isinstance(getattr(query, attribute), int | float):
+            raise InvalidParameter(f"{parameter}: {values[parameter]!r:.50} is not a number")
+    return query
 
 
 def require_no_parameters(path: str, query_string: bytes) -> None:

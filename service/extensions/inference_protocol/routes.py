@@ -121,7 +121,7 @@ def _header_length(request: Request) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        raise MalformedRequest("Inference-Header-Content-Length is not a number")
+        raise MalformedRequest("Inference-Header-Content-Length is not a number of bytes")
     return int(text)
 
 

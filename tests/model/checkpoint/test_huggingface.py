@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
@@ -142,6 +142,24 @@ def test_sharded_safetensors_are_read(tmp_path: Path) -> None:
     assert_same_logits(
         load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded"
     )
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_weights_that_the_config_names_are_read(is_sharded: bool, tmp_path: Path) -> None:
+    named = "mine.safetensors.index.json" if is_sharded else "mine.safetensors"
+    model = make("vit", tmp_path, max_shard_size="50KB" if is_sharded else "1GB")
+    usual = "model.safetensors.index.json" if is_sharded else "model.safetensors"
+    (tmp_path / usual).rename(tmp_path / named)
+    tensors = dict(model.state_dict())
+    other = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(other, tmp_path / "model.safetensors")
+    put(tmp_path / "config.json", "transformers_weights", named)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "named weights")
+    assert not [note for note in checkpoint.notes if "transformers_weights" in note]
+    for wrong in ("absent.safetensors", "model.pt", 3, "../mine.safetensors"):
+        put(tmp_path / "config.json", "transformers_weights", wrong)
+        refusal(tmp_path)
 
 
 def test_pickled_state_dict_is_read(tmp_path: Path) -> None:

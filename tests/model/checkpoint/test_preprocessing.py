@@ -84,6 +84,7 @@ STATISTICS: dict[str, dict[str, Any]] = {
         "image_mean": [123.0, 117.0, 104.0],
         "image_std": [58.0] * 3,
     },
+    "pixels to 255, small deviation": {"do_rescale": False, "image_std": [0.2] * 3},
     "pixels to 2": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3},
     "not normalised": {"do_normalize": False, "rescale_factor": 1 / 127.5},
     "the plain pixels": {"do_normalize": False, "do_rescale": False},

@@ -133,6 +133,8 @@ async def test_log_names_the_model_of_a_form(caplog: pytest.LogCaptureFixture) -
         ),
         ("", {"topk": "3"}, "malformed_request", "unknown form field 'topk'"),
         ("", {"top_k": "x"}, "invalid_parameter", "top_k: input should be a valid integer"),
+        ("", {"top_k": "0_1"}, "invalid_parameter", "top_k: '0_1' is not a number"),
+        ("min_score=0_1", {}, "invalid_parameter", "min_score: '0_1' is not a number"),
         ("", {"top_k": "11"}, "invalid_parameter", "top_k 11: the model has 10 classes"),
         ("", {"model": "nobody"}, "unknown_model", "nobody"),
         ("", {"model": "few,nobody"}, "unknown_model", "nobody"),
